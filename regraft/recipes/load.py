@@ -1,0 +1,111 @@
+"""From a name or a file, with overrides, to a validated recipe; and back to YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from regraft.errors import UserError
+from regraft.recipes.problems import describe, nearest
+from regraft.recipes.schema import Recipe
+from regraft.recipes.yaml12 import format_yaml, parse_yaml
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes in this package: name (such as `demo`) to YAML file, sorted by name."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+
+
+def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and validate a recipe.
+
+    Args:
+        name_or_path: name of a shipped recipe, or a YAML file.
+        overrides: `path=value` items such as `phases.0.lr=1e-3`, applied in order; the value is YAML.
+
+    Raises:
+        UserError: no such recipe, not YAML, or anything in it that is unknown, missing or out of range; every
+            problem is listed with its path and, for a wrong name, the nearest known one.
+    """
+    return parse_recipe(recipe_path(name_or_path).read_bytes(), name_or_path, overrides)
+
+
+def recipe_path(name_or_path: str | Path) -> Path:
+    """File of a shipped recipe's name or of a path.
+
+    Raises:
+        UserError: neither a shipped recipe nor a file.
+    """
+    path = shipped().get(str(name_or_path), Path(name_or_path))
+    if not path.is_file():
+        hint = nearest(name_or_path, shipped())
+        raise UserError(name_or_path, "no such recipe or file.", f"{hint} `regraft recipes ls` lists them.")
+    return path
+
+
+def parse_recipe(text: str | bytes, where: object, overrides: Sequence[str] = ()) -> Recipe:
+    """Validate the text of a recipe (bytes are UTF-8); `where` names it in errors.
+
+    Raises:
+        UserError: as `load_recipe`.
+    """
+    tree = parse_yaml(_decoded(text, where), where)
+    if not isinstance(tree, dict):
+        raise UserError(
+            where, "a recipe is a mapping of keys to values.", "start from `regraft recipes copy`."
+        )
+    for item in overrides:
+        _override(tree, item)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        lines = "".join(f"\n  {line}" for line in describe(error, Recipe))
+        raise UserError(
+            where, f"not a valid recipe:{lines}", "`regraft recipes schema` has every key."
+        ) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML with every default written out; `parse_recipe` gives an equal recipe."""
+    return format_yaml(recipe.model_dump(mode="json"))
+
+
+def _decoded(text: str | bytes, where: object) -> str:
+    try:
+        return text if isinstance(text, str) else text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(where, f"not UTF-8 text (byte {error.start}).", "save it as UTF-8.") from error
+
+
+def _override(tree: dict[str, Any], item: str) -> None:
+    """Set one `a.b.0.c=value` in a tree of dicts and lists; the schema judges the names afterwards."""
+    path, equals, text = item.partition("=")
+    *steps, last = path.split(".")
+    where = f"--set {item}"
+    if not equals or not all((*steps, last)):
+        raise UserError(where, "is not path=value.", "write for example --set phases.0.lr=1e-3")
+    node: Any = tree
+    for step in steps:
+        key = _key(node, step, where)
+        if isinstance(node, dict) and node.get(key) is None:
+            node[key] = {}  # a section that the file leaves at its default
+        node = node[key]
+    node[_key(node, last, where)] = parse_yaml(text, where)
+
+
+def _key(node: Any, step: str, where: str) -> str | int:
+    """The key or list index that a step of an override's path means in this node.
+
+    Raises:
+        UserError: an index beyond the list or into something that is no list, a step into a plain value.
+    """
+    if isinstance(node, dict) and not step.isdecimal():
+        return step
+    if isinstance(node, list) and step.isdecimal() and int(step) < len(node):
+        return int(step)
+    if isinstance(node, list):
+        raise UserError(where, f"the list has no item {step!r}.", f"use an index from 0 to {len(node) - 1}.")
+    raise UserError(where, f"there is nothing to set {step!r} in.", "set the whole value, such as a=[1, 2].")
