@@ -1,1 +1,1 @@
-"""TODO."""
+"""Needle retrieval by depth: evaluation through lm-eval, paired statistics, tables, heatmaps, the report."""
