@@ -107,12 +107,12 @@ def hash_directory(path: str | Path) -> str:
 
 def _swap(new: Path, path: Path, overwrite: bool) -> None:
     """Rename `new` to `path`; an old directory there is moved aside first and removed last."""
-    old = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
+    old = _beside(path, "old")
     if overwrite and path.exists():
         os.rename(path, old)
     try:
         os.rename(new, path)
-    except OSError:
+    except BaseException:
         if old.exists():
             os.rename(old, path)
         raise

@@ -30,29 +30,32 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
         UserError: no such recipe, not YAML, or anything in it that is unknown, missing or out of range; every
             problem is listed with its path and, for a wrong name, the nearest known one.
     """
-    return parse_recipe(recipe_path(name_or_path).read_bytes(), name_or_path, overrides)
+    return parse_recipe(recipe_text(name_or_path), name_or_path, overrides)
 
 
-def recipe_path(name_or_path: str | Path) -> Path:
-    """File of a shipped recipe's name or of a path.
+def recipe_text(name_or_path: str | Path) -> str:
+    """A recipe as it was written, with its comments.
 
     Raises:
-        UserError: neither a shipped recipe nor a file.
+        UserError: neither a shipped recipe nor a file, or not UTF-8.
     """
     path = shipped().get(str(name_or_path), Path(name_or_path))
     if not path.is_file():
         hint = nearest(name_or_path, shipped())
         raise UserError(name_or_path, "no such recipe or file.", f"{hint} `regraft recipes ls` lists them.")
-    return path
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(path, f"not UTF-8 text (byte {error.start}).", "save it as UTF-8.") from error
 
 
-def parse_recipe(text: str | bytes, where: object, overrides: Sequence[str] = ()) -> Recipe:
-    """Validate the text of a recipe (bytes are UTF-8); `where` names it in errors.
+def parse_recipe(text: str, where: object, overrides: Sequence[str] = ()) -> Recipe:
+    """Validate the text of a recipe; `where` names it in errors.
 
     Raises:
         UserError: as `load_recipe`.
     """
-    tree = parse_yaml(_decoded(text, where), where)
+    tree = parse_yaml(text, where)
     if not isinstance(tree, dict):
         raise UserError(
             where, "a recipe is a mapping of keys to values.", "start from `regraft recipes copy`."
@@ -71,13 +74,6 @@ def parse_recipe(text: str | bytes, where: object, overrides: Sequence[str] = ()
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML with every default written out; `parse_recipe` gives an equal recipe."""
     return format_yaml(recipe.model_dump(mode="json"))
-
-
-def _decoded(text: str | bytes, where: object) -> str:
-    try:
-        return text if isinstance(text, str) else text.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(where, f"not UTF-8 text (byte {error.start}).", "save it as UTF-8.") from error
 
 
 def _override(tree: dict[str, Any], item: str) -> None:

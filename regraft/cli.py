@@ -1,0 +1,275 @@
+"""The command line: one thin function a verb; what a verb does lives in the package of its name.
+
+Heavy imports happen inside the verbs. Exit codes: 0 done, 1 unexpected, 2 a mistake the user can mend,
+3 a verification that failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from regraft import __version__
+from regraft.errors import UserError, VerificationError
+
+app = typer.Typer(
+    help="Convert pretrained Gated DeltaNet models to Bayesian Layers, distil, compare, report.",
+    epilog="Start with: regraft recipes ls",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes = typer.Typer(help="List, read, copy and check recipes.", no_args_is_help=True)
+app.add_typer(recipes, name="recipes")
+
+RESUMABLE = ("distill", "control")
+TO_FILES = "Files"
+TO_STUDENT = "Student"
+TO_CHECK = "Checks"
+
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or a YAML file.")
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory made by `regraft distill`.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Change one key; may be repeated. phases.0.lr=1e-3"),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite", help="Replace what is there, once the new is complete.", rich_help_panel=TO_FILES
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on from the newest checkpoint.", rich_help_panel=TO_FILES),
+]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"regraft {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of every verb; `main` reads `--debug` itself, for it must know when parsing fails too."""
+
+
+@app.command(epilog="Example: regraft convert embedded --layers last:2 --out student")
+def convert(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")],
+    layers: Annotated[
+        str, typer.Option(help="1,3 or every:6 or last:4, counted from 0.", rich_help_panel=TO_STUDENT)
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the student goes.", rich_help_panel=TO_FILES)
+    ] = None,
+    to: Annotated[
+        Literal["bayesian"], typer.Option(help="The mixer put in.", rich_help_panel=TO_STUDENT)
+    ] = "bayesian",
+    noise_groups: Annotated[
+        int, typer.Option(min=1, help="Noise groups of value columns.", rich_help_panel=TO_STUDENT)
+    ] = 1,
+    process_match: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share by which extra process noise restores the teacher's write gain along repeated keys "
+            "at evidence 1; 0 is stationary noise.",
+            rich_help_panel=TO_STUDENT,
+        ),
+    ] = 0.0,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Number format.", rich_help_panel=TO_STUDENT)
+    ] = "float32",
+    revision: Annotated[str | None, typer.Option(help="Hub branch, tag or commit.")] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Largest logit difference to the teacher; above it, exit 3.", rich_help_panel=TO_CHECK
+        ),
+    ] = 1e-4,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, read no weights.", rich_help_panel=TO_CHECK)
+    ] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Replace layers of a teacher by Bayesian Layers that start as exact copies, and verify it."""
+    if out is None and not dry_run:
+        raise UserError("--out", "is missing.", "name the student's directory, or pass --dry-run.")
+    from regraft.convert import convert as run
+
+    run(
+        model,
+        layers=layers,
+        out=out,
+        to=to,
+        noise_groups=noise_groups,
+        process_match=process_match,
+        dtype=dtype,
+        revision=revision,
+        tolerance=tolerance,
+        dry_run=dry_run,
+        overwrite=overwrite,
+    )
+
+
+@app.command(epilog="Example: regraft distill demo --out runs/demo --set phases.0.tokens=100K")
+def distill(
+    recipe: RecipeName,
+    out: Annotated[Path, typer.Option(metavar="RUN", help="Run directory.", rich_help_panel=TO_FILES)],
+    set_: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert the recipe's teacher and distil the student, phase by phase."""
+    from regraft.recipes import load_recipe
+
+    loaded = load_recipe(recipe, set_ or ())  # before the engine's slow import: mistakes show at once
+    from regraft.distill import distill as run
+
+    run(loaded, out, resume=resume, overwrite=overwrite)
+
+
+@app.command(epilog="Example: regraft control runs/demo")
+def control(run: RunDir, resume: Resume = False, overwrite: Overwrite = False) -> None:
+    """Train the matched control: the teacher's own layers on the run's tokens, in the run's order."""
+    from regraft.distill import control as train
+
+    train(run, resume=resume, overwrite=overwrite)
+
+
+@app.command(epilog="Example: regraft report runs/demo --set report.niah.samples=5")
+def report(
+    run: RunDir,
+    set_: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where it goes; RUN/report if not given.", rich_help_panel=TO_FILES),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Compare teacher, student and control on the same documents: tables, heatmaps, JSON."""
+    from regraft.report import report_run
+
+    report_run(run, overrides=set_ or (), out=out, overwrite=overwrite)
+
+
+@recipes.command("ls", epilog="Example: regraft recipes ls")
+def recipes_ls() -> None:
+    """List the shipped recipes."""
+    from regraft.recipes import shipped
+
+    table = Table("recipe", "what it does", box=None)
+    for name, path in shipped().items():
+        first_line = path.read_text(encoding="utf-8").partition("\n")[0]
+        table.add_row(name, first_line.lstrip("# "))
+    Console().print(table)
+
+
+@recipes.command("show", epilog="Example: regraft recipes show demo --resolved")
+def recipes_show(
+    recipe: RecipeName,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Write every default out.")] = False,
+    set_: Overrides = None,
+) -> None:
+    """Print a recipe with its comments, or resolved: with overrides and every default."""
+    from regraft.recipes import dump_recipe, load_recipe
+    from regraft.recipes.load import recipe_text
+
+    as_written = not resolved and not set_
+    text = recipe_text(recipe) if as_written else dump_recipe(load_recipe(recipe, set_ or ()))
+    typer.echo(text, nl=False)
+
+
+@recipes.command("copy", epilog="Example: regraft recipes copy demo mine.yaml")
+def recipes_copy(
+    recipe: RecipeName,
+    to: Annotated[Path | None, typer.Argument(metavar="FILE", help="RECIPE.yaml here if not given.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy a recipe with its comments, to edit it."""
+    from regraft.files import write_text
+    from regraft.recipes.load import recipe_text
+
+    text = recipe_text(recipe)
+    target = to or Path(f"{Path(recipe).stem}.yaml")
+    if target.exists() and not (overwrite and target.is_file()):
+        raise UserError(target, "exists.", "choose another file name, or pass --overwrite.")
+    write_text(target, text)
+    typer.echo(f"{target}: edit it, then `regraft recipes validate {target}`")
+
+
+@recipes.command("validate", epilog="Example: regraft recipes validate mine.yaml --set seed=1")
+def recipes_validate(recipe: RecipeName, set_: Overrides = None) -> None:
+    """Check a recipe: every key, type and range; lists all problems at once."""
+    from regraft.recipes import load_recipe
+
+    phases = load_recipe(recipe, set_ or ()).phases
+    stretches = ", ".join(f"{phase.name} {phase.tokens:,} tokens" for phase in phases)
+    typer.echo(f"{recipe}: valid ({stretches})")
+
+
+@recipes.command("schema", epilog="Example: regraft recipes schema > recipe.schema.json")
+def recipes_schema() -> None:
+    """Print the JSON Schema of a recipe: every key with its meaning, range and default."""
+    from regraft.recipes.schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+def main() -> None:
+    """Run the command line and turn whatever stops it into one message and an exit code."""
+    arguments = sys.argv[1:]
+    try:
+        app()
+    except UserError as error:
+        _stop(error, [error.reason, f"fix: {error.fix}" if error.fix else ""], error.exit_code, error.where)
+    except VerificationError as error:
+        _stop(error, [str(error)], error.exit_code, "verification failed")
+    except SystemExit as stop:
+        if stop.code == 130:  # what Typer makes of Ctrl-C
+            _err(Text(_after_interrupt(arguments)))
+        raise
+    except Exception as error:
+        lines = [str(error), "" if "--debug" in arguments else "with --debug: where it happened"]
+        _stop(error, lines, 1, type(error).__name__)
+
+
+def _stop(error: Exception, lines: list[str], code: int, where: str) -> None:
+    """Print one error and exit with its code."""
+    if "--debug" in sys.argv:
+        Console(stderr=True).print_exception()
+    message = "\n".join(line for line in lines if line)
+    _err(Text.assemble(("error ", "bold red"), (where, "bold"), ": ", message))
+    raise SystemExit(code) from error
+
+
+def _err(text: Text) -> None:
+    Console(stderr=True).print(text, soft_wrap=True)  # never breaks a path at the edge of the screen
+
+
+def _after_interrupt(arguments: list[str]) -> str:
+    verb = next((word for word in arguments if not word.startswith("-")), "")
+    if verb not in RESUMABLE:
+        return "Interrupted; nothing half-written is left."
+    words = [word for word in arguments if word not in ("--resume", "--overwrite")]
+    return f"Interrupted. To go on: regraft {shlex.join([*words, '--resume'])}"
