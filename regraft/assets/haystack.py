@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import textwrap
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from regraft.assets import austen
 from regraft.errors import UserError
@@ -55,16 +56,19 @@ class Haystack:
             self._counts[tokenizer] = counts, list(accumulate(counts))
         return self._counts[tokenizer]
 
-    def take(self, start: int, budget: int, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, int]]:
-        """Sentences from number `start` on that fill `budget` tokens, with their counts; the last is cut."""
+    def take(
+        self, start: int, budget: int, tokenizer: PreTrainedTokenizerFast
+    ) -> tuple[list[str], list[int]]:
+        """Sentences from number `start` on that fill `budget` tokens, and their counts; the last is cut."""
         counts, ends = self._measured(tokenizer)
         n, before = len(counts), ends[start] - counts[start]
         rounds, rest = divmod(before + max(0, budget), ends[-1])
         stop = rounds * n + bisect_right(ends, rest)
-        taken = [(self.sentences[i % n], counts[i % n]) for i in range(start, stop)]
         left = before + budget - rounds * ends[-1] - (ends[stop % n] - counts[stop % n])
-        tail = _cut(f"{self.separator}{self.sentences[stop % n]}", left, tokenizer)
-        return [*taken, tail] if tail[0] else taken
+        text, count = _cut(f"{self.separator}{self.sentences[stop % n]}", left, tokenizer)
+        order = [i % n for i in range(start, stop)]
+        tail = ([text], [count]) if text else ([], [])
+        return [self.sentences[i] for i in order] + tail[0], [counts[i] for i in order] + tail[1]
 
 
 def _cut(text: str, budget: int, tokenizer: PreTrainedTokenizerFast) -> tuple[str, int]:
@@ -109,21 +113,42 @@ def _nearest_boundary(depth: float, ends: list[int], before: int, rest: int) -> 
     return min((max(above - 1, 0), above), key=cost)
 
 
-def weave(
-    hay: list[tuple[str, int]], needles: list[tuple[str, float, int]], separator: str
-) -> tuple[str, list[int]]:
-    """Context with needles (text, wanted depth, tokens) between sentences, and their character offsets.
+def place(counts: Sequence[int], needles: Sequence[tuple[float, int]]) -> tuple[list[int], list[float]]:
+    """Sentence boundary of each needle (wanted depth, tokens), and the depth it comes to lie at.
 
-    The needles come by rising depth; several may share a boundary.
+    The needles come by rising depth; several may share a boundary. `counts` are tokens per sentence.
     """
-    ends = [0, *accumulate(count for _, count in hay)]
-    total = ends[-1] + sum(cost for _, _, cost in needles)
-    pieces, starts = [], []
+    ends = [0, *accumulate(counts)]
+    total = ends[-1] + sum(cost for _, cost in needles)
+    boundaries, depths = [], []
     done = before = 0
-    for text, depth, cost in needles:
-        boundary = max(done, _nearest_boundary(depth, ends, before, max(1, total - cost)))
-        pieces += [sentence for sentence, _ in hay[done:boundary]]
+    for depth, cost in needles:
+        rest = max(1, total - cost)
+        done = max(done, _nearest_boundary(depth, ends, before, rest))
+        boundaries.append(done)
+        depths.append((ends[done] + before) / rest)
+        before += cost
+    return boundaries, depths
+
+
+def weave(
+    sentences: Sequence[str], needles: Sequence[str], boundaries: Sequence[int], separator: str
+) -> tuple[str, list[int]]:
+    """Text with each needle put at its boundary (rising), and the character each begins at."""
+    pieces: list[str] = []
+    starts = []
+    for text, begin, end in zip(needles, [0, *boundaries], boundaries, strict=False):
+        pieces += sentences[begin:end]
         starts.append(sum(map(len, pieces)) + len(separator) * len(pieces))
         pieces.append(text)
-        done, before = boundary, before + cost
-    return separator.join([*pieces, *(sentence for sentence, _ in hay[done:])]), starts
+    return separator.join([*pieces, *sentences[boundaries[-1] :]]), starts
+
+
+def token_span(encoded: BatchEncoding, span: tuple[int, int]) -> tuple[int, int]:
+    """First token and the one after the last of a stretch of characters, by the tokenizer's offsets."""
+    begin, last = span[0], span[1] - 1
+    while encoded.char_to_token(begin) is None:  # white space that belongs to no token
+        begin += 1
+    while encoded.char_to_token(last) is None:
+        last -= 1
+    return encoded.char_to_token(begin), encoded.char_to_token(last) + 1

@@ -14,14 +14,15 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-from regraft.assets.haystack import Haystack, default_haystack, filler_haystack, weave
+from regraft.assets.haystack import Haystack, default_haystack, filler_haystack, place, token_span, weave
 from regraft.errors import UserError
 
 GENERATOR_VERSION = 1  # part of every document's seed: raise it whenever a document would come out different
+OFFSETS = 16  # haystack offsets tried until the asked needles lie in the tenths they are wanted in
 MIN_FILL = 0.98  # prompt + generated tokens fill at least this share of the length
 
 _HEAD = (
@@ -33,6 +34,7 @@ _PREFIX = "The special magic {type} for {query} mentioned in the provided text {
 _NEEDLE = "One of the special magic {type} for {key} is: {value}."
 
 Split = Literal["train", "eval"]
+Tokenizer: TypeAlias = PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -207,44 +209,32 @@ def _measure(
     encoded: BatchEncoding, context: tuple[int, int], needles: list[Needle], spans: list[tuple[int, int]]
 ) -> tuple[Needle, ...]:
     """Needles with the depth and first token they really have; spans are characters of the model's input."""
-
-    def tokens(span: tuple[int, int]) -> tuple[int, int]:
-        begin, last = span[0], span[1] - 1
-        while encoded.char_to_token(begin) is None:  # white space that belongs to no token
-            begin += 1
-        while encoded.char_to_token(last) is None:
-            last -= 1
-        return encoded.char_to_token(begin), encoded.char_to_token(last) + 1
-
-    first, end = tokens(context)
+    first, end = token_span(encoded, context)
     measured = []
     for needle, span in zip(needles, spans, strict=True):
-        begin, stop = tokens(span)
+        begin, stop = token_span(encoded, span)
         rest = max(1, (end - first) - (stop - begin))
         measured.append(replace(needle, depth=(begin - first) / rest, start_token=begin))
     return tuple(measured)
 
 
 def _fit(
-    spec: Task,
-    length: int,
-    hay: Haystack,
-    start: int,
-    needles: list[Needle],
-    tokenizer: PreTrainedTokenizerFast,
+    spec: Task, length: int, hay: Haystack, needles: list[Needle], tokenizer: Tokenizer, rng: random.Random
 ) -> tuple[str, str, tuple[Needle, ...], int]:
     """Prompt, answer prefix, needles as they lie and token count of a document that fills `length`."""
     head, question, prefix = _wordings(spec, _listing(_asked_keys(needles)))
     needles = sorted(needles, key=lambda needle: needle.requested_depth)
     texts = [_NEEDLE.format(type=spec.value_type, key=n.key, value=n.value) for n in needles]
     costs = [len(ids) for ids in tokenizer([f" {t}" for t in texts], add_special_tokens=False)["input_ids"]]
-    wanted = [(text, n.requested_depth, cost) for text, n, cost in zip(texts, needles, costs, strict=True)]
     room = length - spec.new_tokens
     budget = room - len(tokenizer(f"{head}{question} {prefix}")["input_ids"]) - sum(costs)
+    start = _offset(hay, budget, needles, costs, tokenizer, rng)
     for _ in range(8):  # counts of pieces add up only nearly: correct by the exact count until the text fits
         if budget < 0:
             break
-        context, starts = weave(hay.take(start, budget, tokenizer), wanted, hay.separator)
+        sentences, counts = hay.take(start, budget, tokenizer)
+        boundaries, _ = place(counts, [(n.requested_depth, c) for n, c in zip(needles, costs, strict=True)])
+        context, starts = weave(sentences, texts, boundaries, hay.separator)
         encoded = tokenizer(f"{head}{context}{question} {prefix}", verbose=False)
         n_tokens = len(encoded["input_ids"])
         if MIN_FILL * length <= n_tokens + spec.new_tokens <= length:
@@ -256,13 +246,36 @@ def _fit(
     raise UserError("length", reason, "use a longer one")
 
 
+def _offset(
+    hay: Haystack,
+    budget: int,
+    needles: list[Needle],
+    costs: list[int],
+    tokenizer: Tokenizer,
+    rng: random.Random,
+) -> int:
+    """A random first sentence, one where the asked needles lie in their tenths if `OFFSETS` draws find one.
+
+    A tenth of a short document may be narrower than a sentence and hold no boundary.
+    """
+    wanted = [(needle.requested_depth, cost) for needle, cost in zip(needles, costs, strict=True)]
+    start = rng.randrange(len(hay.sentences))
+    for _ in range(OFFSETS if len(hay.sentences) > 1 else 0):
+        _, depths = place(hay.take(start, budget, tokenizer)[1], wanted)
+        lie = (replace(needle, depth=depth) for needle, depth in zip(needles, depths, strict=True))
+        if all(needle.decile == int(needle.requested_depth * 10) for needle in lie if needle.asked):
+            break
+        start = rng.randrange(len(hay.sentences))
+    return start
+
+
 def make_document(
     task: str,
     length: int,
     index: int,
     *,
     seed: int,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     haystack: Haystack | None = None,
     split: Split = "eval",
 ) -> NeedleDocument:
@@ -286,9 +299,7 @@ def make_document(
     rng = _generator(seed, task, length, index)
     needles = _draw_needles(spec, length, index, seed, split, rng)
     hay = filler_haystack() if spec.haystack == "filler" else haystack or default_haystack()
-    prompt, prefix, placed, n_tokens = _fit(
-        spec, length, hay, rng.randrange(len(hay.sentences)), needles, tokenizer
-    )
+    prompt, prefix, placed, n_tokens = _fit(spec, length, hay, needles, tokenizer, rng)
     asked = sorted((n for n in placed if n.asked), key=lambda n: _asked_keys(needles).index(n.key))
     answers = tuple(needle.value for needle in asked)  # by the question's order of keys, then the document's
     return NeedleDocument(task, length, index, seed, prompt, prefix, answers, placed, n_tokens)
