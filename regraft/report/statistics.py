@@ -50,7 +50,7 @@ def table(records: Iterable[Row], *, groups: int = DECILES) -> list[Row]:
     uses the number of trials that an equally weighted mean of shares is worth.
     """
     rows = []
-    by_model = _by_model(records)
+    by_model = records_by_model(records)
     for model, own in by_model.items():
         sums = {key: (_total(cell, 0), _total(cell, 1)) for key, cell in _cells(own, groups).items()}
         for key, (hits, n) in sums.items():
@@ -88,7 +88,7 @@ def differences(
     Raises:
         UserError: a model is missing, or the two did not read the same documents under the same conditions.
     """
-    by_model = _by_model(records)
+    by_model = records_by_model(records)
     check_pairs(by_model, student, baseline)
     cells = _cells(by_model[student], groups)
     others = _cells(by_model[baseline], groups)
@@ -164,7 +164,7 @@ def _document(record: Row) -> tuple[Any, ...]:
     return record["task"], record["length"], record["seed"], record["index"]
 
 
-def _by_model(records: Iterable[Row]) -> dict[str, list[Row]]:
+def records_by_model(records: Iterable[Row]) -> dict[str, list[Row]]:
     """Records per model, by rising length; the same document twice for one model is refused."""
     by_model: dict[str, dict[tuple[Any, ...], Row]] = defaultdict(dict)
     for record in records:
