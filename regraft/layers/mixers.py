@@ -203,8 +203,9 @@ class BayesianLayer(Mixer):
                                              + evidence · softplus(refresh) · a² sigmoid(b))
 
     The first part of `process_var` keeps the prior stationary. The second gives back, at
-    `softplus(refresh) = 1`, the variance that one write of the teacher's strength takes, so that repeated keys
-    are written as the teacher writes them; it is what a head that never forgets (a = 1) has for plasticity.
+    `softplus(refresh) = 1`, the variance that one write of the teacher's strength takes, so that repeated
+    keys are written as the teacher writes them; it is what a head that never forgets (a = 1) has for
+    plasticity.
 
     Settings:
         noise_groups: groups G of value columns with their own observation noise and covariance.

@@ -112,7 +112,8 @@ def kalman_delta_rule(
         q, k, v, g, obs_var, process_var, covariance, evidence, prior_var, scale, initial_state, obs_var_floor
     )
     sequential = backend == "reference" or (backend == "auto" and q.shape[1] <= _SEQUENTIAL_UP_TO)
-    o, mean, cov = reference_filter(inputs) if sequential else chunk_filter(inputs, chunk_size)
+    with torch.autocast(q.device.type, enabled=False):  # covariance and gains never run in half precision
+        o, mean, cov = reference_filter(inputs) if sequential else chunk_filter(inputs, chunk_size)
     B, T, H, V = v.shape
     o = o.permute(0, 3, 1, 2, 4).reshape(B, T, H, V).to(v.dtype)
     if not output_final_state:

@@ -113,7 +113,7 @@ def _panel(
                 axis.add_patch(hatched)
     axis.set_title(title, fontsize=9.5, loc="left", pad=4)
     axis.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=9)
-    axis.set_ylabel("length, tokens", fontsize=9)
+    axis.set_ylabel("tokens", fontsize=9)  # as short as a panel of one length is high
     axis.set_xticks(np.arange(DECILES + 1) - 0.5, [str(10 * i) for i in range(DECILES + 1)], fontsize=9)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
