@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -144,7 +145,7 @@ def _complete(
     from regraft.report.lm import NeedleLM
 
     flat = [document for cell in documents.values() for document in cell]
-    with _quiet():
+    with _guest():
         lm = model if isinstance(model, LM) else NeedleLM(
             model,
             tokenizer,
@@ -159,7 +160,7 @@ def _complete(
             task_manager=TaskManager(include_defaults=False),
             log_samples=True,
             bootstrap_iters=0,  # intervals are ours, by document
-            random_seed=None,  # generation is greedy: leave the process's generators alone
+            random_seed=None,  # generation is greedy: nothing to seed
             numpy_random_seed=None,
             torch_random_seed=None,
         )
@@ -175,11 +176,11 @@ def _complete(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence lm-eval's log and its bar for building requests; our own progress is shown instead."""
+def _guest() -> Iterator[None]:
+    """Leave the process as it was: lm-eval's log and bar are silenced, Python's random state is put back."""
     import lm_eval.api.task as task_module
 
-    logger, bar = logging.getLogger("lm_eval"), task_module.tqdm
+    logger, bar, state = logging.getLogger("lm_eval"), task_module.tqdm, random.getstate()
     level = logger.level
     logger.setLevel(logging.ERROR)
     task_module.tqdm = functools.partial(bar, disable=True)
@@ -188,6 +189,7 @@ def _quiet() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         task_module.tqdm = bar
+        random.setstate(state)
 
 
 @contextmanager

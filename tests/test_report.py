@@ -1,0 +1,340 @@
+"""Evaluation and report: golden fake models, the scorer, intervals, comparability, determinism."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.model import LM
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from regraft.assets import austen, teacher_dir
+from regraft.assets.haystack import Haystack
+from regraft.assets.needles import TASKS, answer_text
+from regraft.errors import UserError
+from regraft.layers import RegraftConfig, RegraftForCausalLM
+from regraft.report.lm import AnswersComplete, NeedleLM
+from regraft.report.niah import describe, evaluate
+from regraft.report.report import terminal_table, write_report
+from regraft.report.statistics import MEAN, bootstrap, differences, table, wilson
+from regraft.report.tasks import complete, found, make_documents
+
+LENGTHS = [512, 1024]
+HAYSTACK = Haystack.from_text(austen()[:200_000])
+
+
+class FakeLM(LM):
+    """Answers with a function of the text it is given."""
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def generate_until(self, requests):
+        return [self.answer(request.args[0]) for request in requests]
+
+    def loglikelihood(self, requests):
+        raise NotImplementedError
+
+    loglikelihood_rolling = loglikelihood
+
+
+def recent(characters: int) -> Callable[[str], str]:
+    """Every value within the last `characters` of the input: a model that forgets all else."""
+    return lambda text: " " + ", ".join(re.findall(r"is: ([0-9a-f-]+)\.", text[-characters:])) + "."
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(teacher_dir())
+
+
+@pytest.fixture(scope="module")
+def records(tokenizer):
+    models = {
+        "perfect": (FakeLM(recent(10**9)), tokenizer),
+        "empty": (FakeLM(lambda _: ""), tokenizer),
+        "recent": (FakeLM(recent(1200)), tokenizer),
+    }
+    return evaluate(models, lengths=LENGTHS, samples=10, seed=0, haystack=HAYSTACK)
+
+
+def of(records, model):
+    return [record for record in records if record["model"] == model]
+
+
+def cells(records, model):
+    return [row for row in table(records) if row["model"] == model]
+
+
+def test_perfect_model_has_one_everywhere_and_empty_zero(records):
+    assert len(of(records, "perfect")) == len(TASKS) * len(LENGTHS) * 10
+    assert {row["mean"] for row in cells(records, "perfect")} == {1.0}
+    assert {row["mean"] for row in cells(records, "empty")} == {0.0}
+
+
+def test_recency_gives_a_step_exactly_where_arithmetic_says(records, tokenizer):
+    documents = make_documents(list(TASKS), LENGTHS, 10, seed=0, tokenizer=tokenizer, haystack=HAYSTACK)
+    seen = 0
+    for record in of(records, "recent"):
+        document = documents[record["task"], record["length"]][record["index"]]
+        text = document.model_input
+        for needle in record["needles"]:
+            if needle["asked"]:
+                assert needle["hit"] == (text.index(f"is: {needle['value']}.") >= len(text) - 1200)
+                seen += needle["hit"]
+        hits = [needle["hit"] for needle in record["needles"] if needle["asked"]]
+        assert hits == sorted(hits)  # needles come in the order of the document: misses, then hits
+    assert 0 < seen < sum(len(record["needles"]) for record in of(records, "recent"))
+
+
+def test_recency_step_shows_in_the_table(records):
+    for task in (MEAN, "niah_single_2"):
+        rows = {row["depth"]: row for row in cells(records, "recent")
+                if row["task"] == task and row["length"] == 1024}  # fmt: skip
+        assert [rows[depth]["mean"] for depth in range(6)] == [0.0] * 6
+        assert [rows[depth]["mean"] for depth in (8, 9)] == [1.0] * 2
+
+
+def test_the_model_reads_the_prompt_a_space_and_the_prefix(tokenizer):
+    seen: list[str] = []
+    fake = FakeLM(lambda text: seen.append(text) or "")
+    evaluate({"m": (fake, tokenizer)}, tasks=["niah_multivalue"], lengths=[512], samples=2, haystack=HAYSTACK)
+    documents = make_documents(["niah_multivalue"], [512], 2, seed=0, tokenizer=tokenizer, haystack=HAYSTACK)
+    assert seen == [f"{d.prompt} {d.answer_prefix}" for d in documents["niah_multivalue", 512]]
+
+
+def test_records_do_not_depend_on_the_order_of_tasks_lengths_or_models(records, tokenizer):
+    again = evaluate(
+        {"recent": (FakeLM(recent(1200)), tokenizer)},
+        tasks=list(reversed(TASKS)), lengths=LENGTHS[::-1], samples=7, haystack=HAYSTACK,
+    )  # fmt: skip
+
+    def key(record):
+        return record["task"], record["length"], record["index"]
+
+    before = [record for record in of(records, "recent") if record["index"] < 7]
+    assert sorted(again, key=key) == sorted(before, key=key)
+
+
+def test_evaluation_leaves_global_state_alone(tokenizer):
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    level = logging.getLogger("lm_eval").level
+    model = {"m": (FakeLM(lambda _: ""), tokenizer)}
+    evaluate(model, tasks=["niah_single_1"], lengths=[512], samples=1, haystack=HAYSTACK)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    assert logging.getLogger("lm_eval").level == level
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "expected"),
+    [
+        ("6161", "it is 16161", False),
+        ("6161", "it is 61610.", False),
+        ("6161", "abc6161", False),
+        ("6161", "6161", True),
+        ("6161", "(6161)", True),
+        (
+            "6161",
+            "The special magic number for it mentioned in the text, I think, is\n\n**6161**, as asked",
+            True,
+        ),
+        ("6161", "The special magic number mentioned in the provided text is 6162.", False),
+        ("6161", "16161, no: 6161", True),
+        ("ab12-cd34", "AB12-CD34.", True),
+        ("ab12-cd34", "ab12-cd345", False),
+        ("ab12-cd34", "ff-ab12-cd34", False),
+        ("ab12-cd34", "ab12-cd34-ff", False),
+        ("ab12-cd34", "- ab12-cd34", True),
+        ("ab12-cd34", "", False),
+    ],
+)
+def test_scorer(value, text, expected):
+    assert found(value, text) is expected
+
+
+def test_a_value_is_complete_only_once_the_text_goes_on():
+    assert not complete("6161", " 6161")
+    assert complete("6161", " 6161.")
+    assert not complete("6161", " 61610 ")
+    assert complete("6161", " 6161 6161")
+
+
+@pytest.fixture(scope="module")
+def tiny(tokenizer) -> RegraftForCausalLM:
+    torch.manual_seed(0)
+    config = RegraftConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_heads=2, head_dim=16,
+        mixers=[{"kind": "gated_deltanet"}, {"kind": "bayesian", "noise_groups": 2}],
+    )  # fmt: skip
+    return RegraftForCausalLM(config).eval()
+
+
+def test_a_transformers_model_gives_the_same_records_at_any_batch_size(tiny, tokenizer):
+    ticks: list[tuple[str, int, int]] = []
+    runs = [
+        evaluate(
+            {"tiny": (tiny, tokenizer)}, tasks=["niah_single_2"], lengths=[200, 240],
+            samples=2, batch_size=batch_size, haystack=HAYSTACK, progress=lambda *tick: ticks.append(tick),
+        )
+        for batch_size in (1, 4)
+    ]  # fmt: skip
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 4 and all(record["completion"] for record in runs[0])
+    assert ("tiny: generation", 4, 4) in ticks and ("documents", 2, 2) in ticks
+
+
+def test_a_prompt_without_room_is_refused_not_truncated(tiny, tokenizer):
+    lm = NeedleLM(tiny, tokenizer, max_length=64, answers={}, batch_size=1)
+    with pytest.raises(UserError, match="never truncated"):
+        lm.tok_batch_encode(["word " * 60], left_truncate_len=32)
+
+
+def test_a_row_ends_once_its_answers_stand_complete(tokenizer):
+    def ids(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
+    width = max(len(ids(" 1234567.")), len(ids(" 12345678")))
+    rows = [(ids(text) + ids(" x" * width))[:width] for text in (" 1234567.", " 12345678")]
+    criterion = AnswersComplete(tokenizer, [["1234567"], ["1234567"]], start=0)
+    assert criterion(torch.tensor(rows), None).tolist() == [True, False]
+
+
+def test_wilson_against_known_values():
+    assert wilson(0.8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
+    assert wilson(0.0, 10) == pytest.approx((0.0, 0.2775328), abs=1e-6)
+    assert wilson(0.5, 100) == pytest.approx((0.4038315, 0.5961685), abs=1e-6)
+    assert wilson(0.0, 0) == (0.0, 1.0)
+
+
+def test_bootstrap_against_the_normal_interval():
+    rng = np.random.default_rng(0)
+    gain = rng.choice([-1.0, 0.0, 1.0], size=800, p=[0.2, 0.5, 0.3])
+    cloud = bootstrap(gain, np.ones(800), resamples=10_000, seed=0)
+    error = gain.std() / math.sqrt(800)
+    assert cloud.shape == (10_000,)
+    expected = gain.mean() - 1.96 * error, gain.mean() + 1.96 * error
+    assert np.quantile(cloud, [0.025, 0.975]) == pytest.approx(expected, abs=0.06 * error + 1 / 800)
+    assert set(bootstrap(np.full(5, 0.5), np.ones(5), resamples=10, seed=0)) == {0.5}
+
+
+def test_differences_are_paired_and_weigh_tasks_equally(records):
+    rows = differences(records, "perfect", "empty", resamples=100)
+    assert all((row["difference"], row["low"], row["high"]) == (1.0, 1.0, 1.0) for row in rows)
+    rows = differences(records, "recent", "empty", resamples=100)
+    scores = {(r["task"], r["length"], r["depth"]): r for r in cells(records, "recent")}
+    assert len(rows) == len(scores)
+    for row in rows:
+        score = scores[row["task"], row["length"], row["depth"]]
+        assert row["difference"] == pytest.approx(score["mean"]) and row["n"] == score["n"]
+        assert row["low"] <= row["difference"] <= row["high"]
+    for length in LENGTHS:
+        parts = [scores[task, length, None]["mean"] for task in TASKS]
+        assert scores[MEAN, length, None]["mean"] == pytest.approx(sum(parts) / len(parts))
+        assert scores[MEAN, length, None]["n"] == 60
+
+
+def test_an_interval_does_not_depend_on_the_other_cells(records):
+    some = [record for record in records if record["task"] == "niah_multiquery"]
+    alone = [r for r in differences(some, "recent", "empty", resamples=200) if r["task"] != MEAN]
+    among = differences(records, "recent", "empty", resamples=200)
+    assert alone == [row for row in among if row["task"] == "niah_multiquery"]
+
+
+@pytest.mark.parametrize("field", ["prompt_sha256", "tokenizer", "generator", "bos"])
+def test_records_of_other_documents_are_no_pair(records, field):
+    other = [record | {"model": "other", field: "else"} for record in of(records, "recent")]
+    with pytest.raises(UserError, match=f"differ in {field}"):
+        differences([*records, *other], "other", "perfect")
+
+
+def test_incomplete_or_doubled_records_are_refused(records, tmp_path):
+    fewer = [r | {"model": "fewer"} for r in of(records, "recent") if r["index"] < 9]
+    with pytest.raises(UserError, match="only one of"):
+        write_report([*records, *fewer], tmp_path / "r")
+    with pytest.raises(UserError, match="twice"):
+        table([*records, dict(records[0])])
+    with pytest.raises(UserError, match="no records of 'nobody'"):
+        write_report(records, tmp_path / "r", student="nobody", baseline="empty")
+    with pytest.raises(UserError, match="there are none"):
+        write_report([], tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_evaluate_refuses_mistakes(tokenizer, tiny):
+    fake = FakeLM(lambda _: "")
+    with pytest.raises(UserError, match="niah_x"):
+        evaluate({"m": (fake, tokenizer)}, tasks=["niah_x"], lengths=[512], samples=1)
+    with pytest.raises(UserError, match="twice"):
+        evaluate({"m": (fake, tokenizer)}, lengths=[512, 512], samples=1)
+    with pytest.raises(UserError, match="at least 1"):
+        evaluate({"m": (fake, tokenizer)}, lengths=[512], samples=0)
+    other = AutoTokenizer.from_pretrained(teacher_dir())
+    same = evaluate({"a": (fake, tokenizer), "b": (fake, other)}, tasks=["niah_single_1"], lengths=[512],
+                    samples=1)  # fmt: skip
+    assert len(same) == 2
+    other.add_tokens(["Emma"])
+    with pytest.raises(UserError, match="tokenizer is another"):
+        evaluate({"a": (fake, tokenizer), "b": (fake, other)}, lengths=[512], samples=1)
+
+
+def test_a_tokenizer_that_ends_prompts_is_refused(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    ending = AutoTokenizer.from_pretrained(teacher_dir())
+    eos = (ending.eos_token, ending.eos_token_id)
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {eos[0]}", special_tokens=[eos])
+    with pytest.raises(UserError, match="appends"):
+        describe(ending)
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single=f"{eos[0]} $A", special_tokens=[eos])
+    assert describe(ending)["bos"] == eos[0]
+    assert describe(tokenizer)["bos"] == ""
+
+
+def test_the_answer_text_of_a_document_scores_one(tokenizer):
+    for cell in make_documents(
+        list(TASKS), [512], 2, seed=1, tokenizer=tokenizer, haystack=HAYSTACK
+    ).values():
+        for document in cell:
+            assert all(found(value, answer_text(document)) for value in document.answers)
+
+
+def test_report_files_are_the_same_bytes_again(records, tmp_path):
+    few = [record for record in records if record["task"] in ("niah_single_1", "niah_multivalue")]
+    outputs: list[dict[str, bytes]] = []
+    for name in ("a", "b"):
+        paths = write_report(
+            json.loads(json.dumps(few)), tmp_path / name, student="recent", baseline="empty", resamples=200
+        )
+        outputs.append({key: path.read_bytes() for key, path in paths.items()})
+    assert outputs[0] == outputs[1]
+    assert set(paths) == {"records", "json", "markdown", "heatmap mean"} | {
+        "heatmap niah_single_1", "heatmap niah_multivalue"
+    }  # fmt: skip
+    lines = Path(paths["records"]).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == few
+    text = paths["markdown"].read_text()
+    assert "recent - empty" in text and "recent - perfect" in text and "(niah_mean.png)" in text
+    with pytest.raises(UserError, match="not empty"):
+        write_report(few, tmp_path / "a")
+
+
+def test_terminal_table_fits_a_hundred_columns(records):
+    names = {"perfect": "teacher", "recent": "student", "empty": "control"}
+    renamed = [record | {"model": names[record["model"]]} for record in records]
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(terminal_table(renamed, student="student", baseline="control", resamples=100))
+    text = console.export_text()
+    assert "…" not in text and "student - control" in text and "80-100%" in text
+    assert len([line for line in text.splitlines() if line.startswith("│")]) == 5 * len(LENGTHS)
