@@ -1,0 +1,260 @@
+"""The mixers and their decoder: decoding, padding, generation, exact start, saving and loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regraft.layers import MIXERS, BayesianLayer, Mixer, RegraftCache, RegraftConfig, RegraftForCausalLM
+from regraft.layers.mixers import GatedDeltaNet
+
+torch.set_num_threads(1)
+
+VOCAB = 61
+MIXED = [{"kind": "gated_deltanet"}, {"kind": "bayesian", "noise_groups": 2}]
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped heads": {"num_v_heads": 4, "expand_v": 2},
+    "no gate": {"use_gate": False, "num_heads": 1},
+}
+
+
+def make_config(**changes: Any) -> RegraftConfig:
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "initializer_range": 0.3,
+        "mixers": MIXED,
+    }
+    return RegraftConfig(**{**settings, **changes})
+
+
+@torch.no_grad()
+def stir(module: torch.nn.Module, seed: int = 0) -> None:
+    """Move every noise parameter off its neutral start, so that a test sees it."""
+    rng = torch.Generator().manual_seed(seed)
+    for mixer in module.modules():
+        if isinstance(mixer, BayesianLayer):
+            for name, parameter in mixer.named_parameters():
+                if name.split(".")[0] in set(BayesianLayer.float32_parameters) - set(
+                    Mixer.float32_parameters
+                ):
+                    parameter.add_(0.3 * torch.randn(parameter.shape, generator=rng))
+            mixer.evidence.fill_(0.8)
+
+
+def make_model(**changes: Any) -> RegraftForCausalLM:
+    torch.manual_seed(0)
+    model = RegraftForCausalLM(make_config(**changes)).eval()
+    stir(model)
+    return model
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_state(left: RegraftCache, right: RegraftCache) -> None:
+    for a, b in zip(left.states, right.states, strict=True):
+        assert a is not None and b is not None
+        for x, y in zip((*a.conv, a.mean, a.cov), (*b.conv, b.mean, b.cov), strict=True):
+            assert (x is None) == (y is None)
+            if x is not None and y is not None:
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_prefill_and_decoding_agree_at_every_split(shape: str) -> None:
+    model, ids = make_model(**SHAPES[shape]), tokens(2, 13)
+    whole = model(ids, use_cache=True)
+    for cut in range(1, 13):
+        first = model(ids[:, :cut], use_cache=True)
+        logits = [first.logits]
+        for t in range(cut, 13):
+            step = model(ids[:, t : t + 1], cache=first.cache)
+            logits.append(step.logits)
+        torch.testing.assert_close(torch.cat(logits, dim=1), whole.logits, rtol=1e-4, atol=1e-4)
+        assert first.cache.get_seq_length() == 13
+        assert_same_state(first.cache, whole.cache)
+
+
+@torch.no_grad()
+def test_prefill_in_two_pieces_longer_than_a_chunk() -> None:
+    model, ids = make_model(), tokens(2, 150)
+    whole = model(ids, use_cache=True)
+    first = model(ids[:, :77], use_cache=True)
+    second = model(ids[:, 77:], past_key_values=first.cache)
+    torch.testing.assert_close(
+        torch.cat([first.logits, second.logits], dim=1), whole.logits, rtol=1e-3, atol=1e-4
+    )
+    assert_same_state(second.cache, whole.cache)
+
+
+MASKS = {
+    "left": [[0] * 5 + [1] * 7, [1] * 12],
+    "right": [[1] * 4 + [0] * 8, [1] * 9 + [0] * 3],
+    "ragged": [[0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]],
+    "one row": [[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]],
+    "an empty row": [[0] * 12, [1] * 12],
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("cut", [12, 1, 4, 8])
+@torch.no_grad()
+def test_padding_changes_nothing(mask: str, cut: int) -> None:
+    """Every row of a padded batch equals the row alone, also when the prefill comes in two calls."""
+    model, real = make_model(), torch.tensor(MASKS[mask])
+    ids = tokens(*real.shape)
+    out = model(ids[:, :cut], attention_mask=real[:, :cut], use_cache=True)
+    logits = out.logits
+    if cut < 12:
+        rest = model(ids[:, cut:], attention_mask=real, cache=out.cache)
+        logits = torch.cat([logits, rest.logits], dim=1)
+    next_ids = tokens(len(real), 1, seed=1)
+    following = model(
+        next_ids, attention_mask=torch.cat([real, torch.ones(len(real), 1)], dim=1), cache=out.cache
+    ).logits
+    for row, keep in enumerate(real.bool()):
+        alone = model(torch.cat([ids[row, keep], next_ids[row]])[None]).logits[0]
+        torch.testing.assert_close(logits[row, keep], alone[:-1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(following[row, 0], alone[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_generation_with_a_cache_equals_generation_without(padded: bool) -> None:
+    model, ids = make_model(), tokens(2, 9)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :4] = 0
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with_cache = model.generate(ids, attention_mask=mask, **settings)
+    without = model.generate(ids, attention_mask=mask, use_cache=False, **settings)
+    assert torch.equal(with_cache, without)
+    for row, keep in enumerate(mask.bool()):
+        alone = model.generate(ids[row, keep][None], attention_mask=mask[row, keep][None], **settings)
+        assert torch.equal(with_cache[row, 9:], alone[0, int(keep.sum()) :])
+
+
+@torch.no_grad()
+def test_beam_search_and_several_sequences_with_a_cache() -> None:
+    model, ids = make_model(), tokens(2, 9)
+    settings: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
+    beams = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    assert torch.equal(
+        model.generate(ids, **settings, **beams), model.generate(ids, use_cache=False, **settings, **beams)
+    )
+    sampled = {"do_sample": True, "num_return_sequences": 3}
+    torch.manual_seed(0)
+    with_cache = model.generate(ids, **settings, **sampled)
+    torch.manual_seed(0)
+    assert torch.equal(with_cache, model.generate(ids, use_cache=False, **settings, **sampled))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("groups", [1, 2])
+@torch.no_grad()
+def test_bayesian_layer_at_evidence_zero_is_the_gated_deltanet(shape: str, groups: int) -> None:
+    config, torch_rng = make_config(**SHAPES[shape]), torch.Generator().manual_seed(5)
+    teacher, student = (
+        GatedDeltaNet(
+            config,
+        ),
+        BayesianLayer(config, noise_groups=groups),
+    )
+    for mixer in (teacher, student):
+        for name, value in mixer.initial_parameters().items():
+            getattr(mixer, name).copy_(value)
+    for parameter in teacher.parameters():
+        parameter.copy_(0.5 * torch.randn(parameter.shape, generator=torch_rng))
+    missing, unexpected = student.load_state_dict(teacher.state_dict(), strict=False)
+    assert not unexpected
+    assert {name.removesuffix(".weight") for name in missing} <= set(BayesianLayer.float32_parameters)
+    student.obs_proj.weight.zero_()
+    student.process_proj.weight.zero_()
+    x = torch.randn(2, 150, 32, generator=torch_rng)
+    x[:, 10:14] *= 1e-5  # keys too short for the norm's epsilon
+    torch.testing.assert_close(student(x)[0], teacher(x)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_saving_and_loading_is_bit_equal(tied: bool, tmp_path: Path) -> None:
+    model, ids = make_model(tie_word_embeddings=tied), tokens(2, 20)
+    model.save_pretrained(tmp_path)
+    loaded = RegraftForCausalLM.from_pretrained(tmp_path).eval()
+    assert (loaded.lm_head.weight is loaded.model.embeddings.weight) == tied
+    for (name, x), (_, y) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert torch.equal(x, y), name
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_bfloat16_keeps_the_noise_parameters_in_float32(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    loaded = RegraftForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, parameter in loaded.named_parameters():
+        fine = any(part in BayesianLayer.float32_parameters for part in name.split("."))
+        assert parameter.dtype == (torch.float32 if fine else torch.bfloat16), name
+    out = loaded(tokens(2, 70), use_cache=True)
+    assert out.logits.dtype == torch.bfloat16 and bool(out.logits.isfinite().all())
+    assert all(s.mean.dtype == torch.float32 for s in out.cache.states)
+
+
+@torch.no_grad()
+def test_a_checkpoint_loads_into_swapped_layers_with_a_neutral_start(tmp_path: Path) -> None:
+    teacher = make_model(mixers=[{"kind": "gated_deltanet"}] * 2)
+    teacher.save_pretrained(tmp_path)
+    student = RegraftForCausalLM.from_pretrained(tmp_path, config=make_config()).eval()
+    layer = student.model.layers[1].attn
+    assert isinstance(layer, BayesianLayer)
+    for name in ("evidence", "obs_log_scale", "process_log_scale"):
+        assert torch.equal(getattr(layer, name), torch.zeros_like(getattr(layer, name))), name
+    assert not layer.obs_proj.weight.any() and not layer.process_proj.weight.any()
+    assert torch.equal(layer.A_log, teacher.model.layers[1].attn.A_log)
+    ids = tokens(2, 100)
+    torch.testing.assert_close(student(ids).logits, teacher(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_leaves_the_filter_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    from regraft.ops import kalman
+
+    seen = []
+
+    def spy(inputs: Any, *rest: Any) -> Any:
+        seen.append({x.dtype for x in vars(inputs).values() if isinstance(x, Tensor)})
+        o, mean, cov = original(inputs, *rest)
+        seen.append({x.dtype for x in (o, mean, cov) if x is not None})
+        return o, mean, cov
+
+    original = kalman.chunk_filter
+    monkeypatch.setattr(kalman, "chunk_filter", spy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        make_model()(tokens(2, 70))
+    assert seen and all(dtypes == {torch.float32} for dtypes in seen)
+
+
+def test_unknown_kinds_and_settings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"mixers\[1\].kind"):
+        RegraftForCausalLM(make_config(mixers=[{"kind": "gated_deltanet"}, {"kind": "hopfield"}]))
+    with pytest.raises(ValueError, match="noise_groups"):
+        RegraftForCausalLM(make_config(mixers=[{"kind": "bayesian", "noise_groups": 3}] * 2))
+    with pytest.raises(ValueError, match="num_v_heads"):
+        make_config(num_v_heads=3)
+    with pytest.raises(ValueError, match="mixers"):
+        make_config(mixers=MIXED * 2)
+    assert set(MIXERS) >= {"gated_deltanet", "bayesian"}
