@@ -70,6 +70,11 @@ def options(
     ] = False,
 ) -> None:
     """Options of every verb; `main` reads `--debug` itself, for it must know when parsing fails too."""
+    from transformers.utils import logging
+
+    if not debug:  # its warnings about foreign model types and its bars are not about the user's job
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
 
 
 @app.command(epilog="Example: regraft convert embedded --layers last:2 --out student")

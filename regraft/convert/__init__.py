@@ -1,1 +1,18 @@
-"""TODO."""
+"""From a pretrained teacher to a student that starts as its exact copy."""
+
+from regraft.convert.checkpoint import Checkpoint, open_checkpoint
+from regraft.convert.convert import convert, make_student
+from regraft.convert.export import export_model
+from regraft.convert.load import load_model, load_tokenizer
+from regraft.convert.verify import verify
+
+__all__ = [
+    "Checkpoint",
+    "convert",
+    "export_model",
+    "load_model",
+    "load_tokenizer",
+    "make_student",
+    "open_checkpoint",
+    "verify",
+]

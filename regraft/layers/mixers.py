@@ -78,6 +78,8 @@ class Mixer(nn.Module):
     covariance: Covariance
     # Parameters that stay float32 whatever the model's dtype, and that weight decay must not touch.
     float32_parameters: tuple[str, ...] = ("A_log", "dt_bias")
+    # Parameters that a Gated DeltaNet has not: a conversion makes them.
+    new_parameters: tuple[str, ...] = ()
 
     def __init__(self, config: RegraftConfig, **settings: Any) -> None:
         super().__init__()
@@ -214,8 +216,7 @@ class BayesianLayer(Mixer):
 
     kind = "bayesian"
     covariance: Covariance = "dense"
-    float32_parameters = (
-        *Mixer.float32_parameters,
+    new_parameters = (
         "evidence",
         "obs_log_scale",
         "obs_proj",
@@ -223,6 +224,7 @@ class BayesianLayer(Mixer):
         "process_proj",
         "refresh",
     )
+    float32_parameters = (*Mixer.float32_parameters, *new_parameters)
 
     def __init__(self, config: RegraftConfig, noise_groups: int = 1, obs_var_floor: float = 0.01) -> None:
         super().__init__(config)
