@@ -26,7 +26,7 @@ _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 @dataclass(frozen=True)
 class Entry:
-    """One target tensor; `source` is None where it is new, `rows` cuts a fused source along its first axis."""
+    """One target tensor; `source` is None where it is new, `rows` cuts a fused source on its first axis."""
 
     target: str
     source: str | None

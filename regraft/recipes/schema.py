@@ -383,6 +383,15 @@ class Report(Section):
         return asked
 
 
+class Checkpoints(Section):
+    """Checkpoints of a training run, which `--resume` goes on from."""
+
+    every: Count = 100
+    """Steps between checkpoints; the end of a phase always has one."""
+    keep: Count = 2
+    """How many of the newest are kept."""
+
+
 class Recipe(Section):
     """A whole experiment: convert a teacher, distil the student, train the control, report."""
 
@@ -400,6 +409,8 @@ class Recipe(Section):
     """The matched control."""
     report: Report = Report()
     """The comparison."""
+    checkpoint: Checkpoints = Checkpoints()
+    """When training saves its state."""
     seed: Index = 0
     """Seed of everything random but the order of the data, such as new parameters."""
 

@@ -1,0 +1,202 @@
+"""`regraft distill` and `regraft control`: a run directory from a recipe, the matched control beside it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import regraft
+from regraft.convert import export_model, load_model, load_tokenizer, make_student, open_checkpoint
+from regraft.convert.convert import cast_model, write_student
+from regraft.convert.load import DTYPES
+from regraft.distill.data import RowStream
+from regraft.distill.loop import Loop, Progressed
+from regraft.distill.stage import Stage, control_stages, phase_stages
+from regraft.errors import UserError
+from regraft.files import (
+    atomic_directory,
+    hash_directory,
+    refuse_existing,
+    sha256_file,
+    write_json,
+    write_text,
+)
+from regraft.layers import RegraftForCausalLM
+from regraft.recipes import dump_recipe, load_recipe
+from regraft.recipes.schema import Recipe
+
+RECIPE, MANIFEST, START, EXPORT, CONTROL = "recipe.yaml", "manifest.json", "start", "export", "control"
+
+
+def distill(recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Convert the recipe's teacher, verify, distil through all phases and export the student.
+
+    Args:
+        recipe: what to do.
+        out: run directory; gets `recipe.yaml`, `manifest.json`, `start/`, `checkpoints/`, `metrics.jsonl` and
+            `export/`.
+        resume: go on from the newest checkpoint of this directory.
+        overwrite: start anew in a directory that holds something.
+
+    Raises:
+        UserError: a mistake in the recipe, its data or the directory.
+        VerificationError: the converted student is not its teacher's copy; nothing is written.
+    """
+    console = Console()
+    out = Path(out)
+    if not (resume and (out / MANIFEST).is_file()):
+        _begin(recipe, out, overwrite, console)
+    _same_recipe(recipe, out)
+    manifest = _read(out / MANIFEST)
+    stages = phase_stages(recipe)
+    teacher = _on_device(load_model(recipe.teacher.model, revision=recipe.teacher.revision), recipe)
+    student = _on_device(load_model(str(out / START)), recipe)
+    _train(recipe, out, student, teacher, tuple(manifest["layers"]), stages, resume, console)
+
+
+def control(run: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Train the matched control of a run: the teacher's own layers, the run's rows in the run's order.
+
+    Raises:
+        UserError: `run` is no finished run, or its control exists.
+    """
+    console = Console()
+    run = Path(run)
+    parent = _read(run / MANIFEST)
+    recipe = load_recipe(run / RECIPE)
+    out = run / CONTROL
+    if not (resume and (out / MANIFEST).is_file()):
+        refuse_existing(out, overwrite)
+        with atomic_directory(out, overwrite) as folder:
+            manifest = {**_origin(recipe), "kind": "control", "layers": parent["layers"]}
+            write_json(folder / MANIFEST, manifest)
+            write_text(folder / RECIPE, dump_recipe(recipe))
+    model = _on_device(load_model(recipe.teacher.model, revision=recipe.teacher.revision), recipe)
+    layers = tuple(parent["layers"])
+    done = _train(recipe, out, model, None, layers, control_stages(recipe), resume, console)
+    theirs = parent.get("finished", {}).get("data_sha256")
+    if theirs not in (None, done.data_sha256):
+        raise UserError(run, "the control saw other rows than the student.", "restore the run's data files.")
+
+
+def _begin(recipe: Recipe, out: Path, overwrite: bool, console: Console) -> None:
+    """Convert and verify, then make the run directory in one piece."""
+    refuse_existing(out, overwrite)
+    settings = recipe.convert
+    done = make_student(
+        recipe.teacher.model,
+        settings.layers,
+        to=settings.to,
+        noise_groups=settings.noise_groups,
+        process_match=settings.process_match,
+        revision=recipe.teacher.revision,
+    )
+    with atomic_directory(out, overwrite) as folder:
+        (folder / START).mkdir()
+        start = write_student(done, folder / START)
+        manifest = {**_origin(recipe), "kind": "distill", "layers": list(done.layers), "start_sha256": start}
+        write_json(folder / MANIFEST, manifest)
+        write_text(folder / RECIPE, dump_recipe(recipe))
+    console.print(
+        f"layers {', '.join(map(str, done.layers))} converted; largest logit difference to the teacher "
+        f"{done.certificate.worst:.2g}"
+    )
+
+
+def _train(
+    recipe: Recipe,
+    out: Path,
+    student: RegraftForCausalLM,
+    teacher: RegraftForCausalLM | None,
+    layers: tuple[int, ...],
+    stages: list[Stage],
+    resume: bool,
+    console: Console,
+) -> Progressed:
+    """Run the loop in `out` and export what comes out of it."""
+    torch.manual_seed(recipe.seed)
+    stream = RowStream(recipe.data, load_tokenizer(recipe.teacher.model, revision=recipe.teacher.revision))
+    loop = Loop(
+        student=student,
+        teacher=teacher,
+        layers=layers,
+        stages=stages,
+        stream=stream,
+        folder=out,
+        every=recipe.checkpoint.every,
+        keep=recipe.checkpoint.keep,
+        autocast=DTYPES[recipe.teacher.dtype],
+    )
+    if resume and loop.resume():
+        console.print(f"resuming after step {loop.at.step} of {loop.total}")
+    done = loop.run()
+    student.cpu()
+    cast_model(student, DTYPES[recipe.teacher.dtype])
+    with atomic_directory(out / EXPORT, overwrite=True) as folder:
+        source = open_checkpoint(recipe.teacher.model, recipe.teacher.revision).path
+        digest = export_model(student.eval(), folder, companions_from=source)
+    finished = {
+        "export_sha256": digest,
+        "data_sha256": done.data_sha256,
+        "tokens": done.tokens,
+        "steps": done.step,
+        "seconds": round(done.seconds, 2),
+        "device": _device_name(),
+    }
+    write_json(out / MANIFEST, {**_read(out / MANIFEST), "finished": finished})
+    speed = done.tokens / max(done.seconds, 1e-9)
+    console.print(
+        f"{done.tokens:,} tokens in {done.seconds:.0f} s ({speed:,.0f} tokens/s); export: {out / EXPORT}",
+        soft_wrap=True,
+    )
+    return done
+
+
+def _origin(recipe: Recipe) -> dict[str, Any]:
+    """Where a run comes from: hashes of what it starts with, versions of what runs it."""
+    teacher = open_checkpoint(recipe.teacher.model, recipe.teacher.revision)
+    packages = ("torch", "transformers", "safetensors", "tokenizers")
+    return {
+        "teacher": recipe.teacher.model,
+        "teacher_sha256": hash_directory(teacher.path),
+        "tokenizer_sha256": sha256_file(teacher.path / "tokenizer.json"),
+        "versions": {
+            "regraft": regraft.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        },
+    }
+
+
+def _same_recipe(recipe: Recipe, out: Path) -> None:
+    """A run resumes with the recipe it began with."""
+    if dump_recipe(recipe) != (out / RECIPE).read_text(encoding="utf-8"):
+        raise UserError(
+            out / RECIPE, "differs from the recipe given.", "resume with the run's own recipe.yaml."
+        )
+
+
+def _read(manifest: Path) -> dict[str, Any]:
+    if not manifest.is_file():
+        raise UserError(
+            manifest.parent, f"is no run directory: it has no {MANIFEST}.", "run `regraft distill` first."
+        )
+    return json.loads(manifest.read_text(encoding="utf-8"))
+
+
+def _on_device(model: RegraftForCausalLM, recipe: Recipe) -> RegraftForCausalLM:
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _device_name() -> str:
+    return (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"cpu, {torch.get_num_threads()} threads"
+    )
