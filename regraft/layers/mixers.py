@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from regraft.layers.cache import MixerState
 from regraft.layers.config import RegraftConfig
 from regraft.ops import kalman_delta_rule
-from regraft.ops.kalman import Covariance
+from regraft.ops.inputs import Covariance
 
 
 class Design(NamedTuple):
@@ -158,6 +158,7 @@ class Mixer(nn.Module):
             covariance=self.covariance,
             initial_state=None if state is None else (state.mean, state.cov),
             output_final_state=use_cache,
+            check=False,  # in range by construction
             **self.filter_settings(),
         )
         o = self.o_norm(o)

@@ -1,120 +1,65 @@
-"""The exact filter in chunk-parallel form: matrix products and one Cholesky factor a chunk.
+"""The filter in chunk-parallel form: matrix products and triangular solves; `docs/filter.md` derives it.
 
-Inside a chunk the observations are jointly Gaussian, so factorising their C×C covariance gives every Kalman
-gain at once; `docs/filter.md` derives it. Two passes: `_dense_gains` (or `_reset_gains`) makes the gains
-kappa, `_memory` is the delta rule with left vector kappa and right vector k, the same for every family.
+Two passes. The gain pass (`gains.py`) makes the write vectors kappa, each covariance family in its own way;
+the memory pass is the delta rule with left vector kappa and right vector k, the same for every family.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from regraft.ops.kalman import FilterInputs
+from regraft.ops.decay import Decay
+from regraft.ops.gains import gains
+from regraft.ops.inputs import FilterInputs
+from regraft.ops.layout import ChunkLayout
+from regraft.ops.rotation import rotate, rotate_rows
+
+# Per-channel decays differ in every product over channels, which then holds C numbers a token and channel.
+PER_CHANNEL_CHUNK = 16
 
 
 def chunk_filter(x: FilterInputs, chunk_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Filter in chunks of `chunk_size` tokens.
-
-    Returns:
-        `o [B,H,G,T,Vg]`, the final mean `[B,H,G,D,Vg]`, the final covariance `[B,H,G,D,D]` or None.
-    """
-    T = x.k.shape[2]
-    x = _in_chunks(x, min(chunk_size, T))
-    # dec[t,s] = exp(c_t - c_s) for s <= t: at most 1, so nothing is ever divided by a decayed-away exp(c).
-    c = x.g.cumsum(-1)
-    C = c.shape[-1]
-    causal = torch.ones(C, C, dtype=torch.bool, device=c.device).tril()
-    dec = (c[..., :, None] - c[..., None, :]).masked_fill(~causal, float("-inf")).exp()
-    kk = x.k @ x.k.mT
-    if x.cov is None:
-        kappa, cov = _reset_gains(x, kk), None
-    else:
-        kappa, cov = _dense_gains(x, c.exp(), dec, kk)
-    o, mean = _memory(x, kappa, c.exp(), dec)
-    return o.flatten(3, 4)[..., :T, :], mean, cov
+    """Filter in chunks of at most `chunk_size` tokens; returns what `reference_filter` does."""
+    B, T = x.k.shape[:2]
+    if x.g.shape[-1] > 1:
+        chunk_size = min(chunk_size, PER_CHANNEL_CHUNK)
+    layout = ChunkLayout.of(B, T, min(chunk_size, T), x.boundaries, x.k.device)
+    # A place without a token leaves the state alone.
+    x = x.map_tokens(lambda name, t: layout.split(t, fill=float(name.startswith("obs_var"))))
+    if x.rotation is not None:
+        # A rotation commutes with scalar decay and isotropic noise, so inside a chunk it may be taken out of
+        # the state and put, backwards, into keys and queries; the state is turned at the chunk's end.
+        angle = x.rotation.cumsum(-2)
+        x = replace(x, rotation=angle, q=rotate(x.q, -angle), k=rotate(x.k, -angle))
+    decay = Decay.of(x.g)
+    kappa, cov = gains(x, decay, layout)
+    o, mean = _memory(x, kappa, decay, layout)
+    return layout.join(o), mean, cov
 
 
-def _in_chunks(x: FilterInputs, C: int) -> FilterInputs:
-    """Split T into N chunks of C tokens, filled up with steps that leave the state alone."""
-    pad = -x.k.shape[2] % C
+def _memory(x: FilterInputs, kappa: Tensor, decay: Decay, layout: ChunkLayout) -> tuple[Tensor, Tensor]:
+    """Outputs `[n,H,G,C,Vg]` and the final mean, from the write vectors `kappa [n,H,G,C,D]`."""
+    written, predicted = x.v, None
+    if x.covariance != "none":
+        # innovations = written - predicted @ M, M the memory at the chunk's entry
+        rhs = torch.cat([x.v, (decay.entry * x.k).expand(*x.v.shape[:-1], -1)], dim=-1)
+        # the solver takes the unit diagonal as read
+        A = decay.products(x.k, kappa).tril(-1)
+        solved = torch.linalg.solve_triangular(A, rhs, upper=False, unitriangular=True)
+        written, predicted = solved.split([x.v.shape[-1], x.k.shape[-1]], dim=-1)
+    kept, writes = decay.entry[..., -1, :, None], (decay.exit * kappa).mT  # [n,H,1,D|1,1], [n,H,G,D,C]
+    means, innovations = [], []
 
-    def tokens(t: Tensor, fill: float = 0.0) -> Tensor:  # [..., T] -> [..., N, C]
-        return F.pad(t, (0, pad), value=fill).unflatten(-1, (-1, C))
-
-    def vectors(t: Tensor) -> Tensor:  # [..., T, D] -> [..., N, C, D]
-        return F.pad(t, (0, 0, 0, pad)).unflatten(-2, (-1, C))
-
-    return replace(
-        x,
-        q=vectors(x.q),
-        k=vectors(x.k),
-        v=vectors(x.v),
-        g=tokens(x.g),
-        obs_var=tokens(x.obs_var, 1.0),
-        obs_var_cov=tokens(x.obs_var_cov, 1.0),
-        process_var=tokens(x.process_var),
-    )
-
-
-def _reset_gains(x: FilterInputs, kk: Tensor) -> Tensor:
-    """kappa `[B,H,G,N,C,D]` with Pbar = prior · I at every step (paper 000, equation 17)."""
-    prior = x.prior_var[:, None, None]
-    s = prior * kk.diagonal(dim1=-2, dim2=-1)  # [B,H,N,C]
-    gain = prior[..., None] / (x.obs_var + s[:, :, None])
-    return gain[..., None] * x.k[:, :, None]
-
-
-def _dense_gains(x: FilterInputs, b: Tensor, dec: Tensor, kk: Tensor) -> tuple[Tensor, Tensor]:
-    """kappa `[B,H,G,N,C,D]` and the final covariance `[B,H,G,D,D]`, chunk after chunk.
-
-    The predicted observation covariance is scaled by the evidence instead of dividing the noise by it, so
-    evidence 0 needs no case of its own and has a gradient.
-    """
-    assert x.cov is not None
-    P = x.cov
-    n = (dec**2 @ x.process_var[..., None]).squeeze(-1)  # [B,H,N,C] accumulated process noise
-    lower = kk * dec * n[..., None, :]
-    noise = lower + lower.tril(-1).mT
-    evidence = x.evidence[:, None, None, None]
-    eye = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
-    kappas = []
-    for i in range(x.k.shape[2]):
-        k = x.k[:, :, None, i]  # [B,H,1,C,D]
-        bi, ni, di = b[:, :, None, i, :, None], n[:, :, None, i, :, None], dec[:, :, None, i]
-        W = k @ P  # [B,H,G,C,D]
-        S = bi * bi.mT * (k @ W.mT) + noise[:, :, None, i]
-        L = torch.linalg.cholesky(evidence * S + torch.diag_embed(x.obs_var_cov[..., i, :]))
-        pivots = L.diagonal(dim1=-2, dim2=-1)
-        U = torch.linalg.solve_triangular(
-            L / pivots[..., None, :] * di, bi**2 * W + ni * k, upper=False, unitriangular=True
-        )
-        s = (U * k).sum(-1)
-        kappas.append(U / (x.obs_var[..., i, :] + s)[..., None])
-        E = di[..., -1, :, None] * U
-        P = bi[..., -1:, :] ** 2 * P + ni[..., -1:, :] * eye - E.mT @ (evidence / pivots[..., None] ** 2 * E)
-        P = 0.5 * (P + P.mT)  # rounding alone would let it drift from symmetry
-    return torch.stack(kappas, dim=3), P
-
-
-def _memory(x: FilterInputs, kappa: Tensor, b: Tensor, dec: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs `[B,H,G,N,C,Vg]` and the final mean: the delta rule with left vector kappa, right vector k."""
-    k, q, b, dec = x.k[:, :, None], x.q[:, :, None], b[:, :, None, ..., None], dec[:, :, None]
-    A = (dec * (k @ kappa.mT)).tril(-1)  # the solver takes the unit diagonal as read
-    rhs = torch.cat([x.v, (b * k).expand(*x.v.shape[:-1], -1)], dim=-1)
-    solved = torch.linalg.solve_triangular(A, rhs, upper=False, unitriangular=True)
-    innovations, seen = solved.split([x.v.shape[-1], k.shape[-1]], dim=-1)
-    write = (dec[..., -1, :, None] * kappa).mT  # [B,H,G,N,D,C]
-    M, means, errors = x.mean, [], []
-    for i in range(kappa.shape[3]):
-        E = innovations[..., i, :, :] - seen[..., i, :, :] @ M
+    def step(M: Tensor, rows: slice) -> Tensor:
+        E = written[rows] if predicted is None else written[rows] - predicted[rows] @ M
         means.append(M)
-        errors.append(E)
-        M = b[..., i, -1:, :] * M + write[..., i, :, :] @ E
-    o = b * (q @ torch.stack(means, dim=3)) + (dec * (q @ kappa.mT)) @ torch.stack(errors, dim=3)
-    return o, M
+        innovations.append(E)
+        M = kept[rows] * M + writes[rows] @ E
+        return M if x.rotation is None else rotate_rows(M, x.rotation[rows, ..., -1, :])
+
+    final = layout.carry(x.mean, step)
+    o = (decay.entry * x.q) @ torch.cat(means) + decay.products(x.q, kappa) @ torch.cat(innovations)
+    return o, final

@@ -1,0 +1,104 @@
+"""The gain pass: write vectors kappa of a whole sequence, one function a kind of covariance.
+
+Arguments are in chunk layout: what belongs to a token is `[n,H,G,C,X]`, with 1 in place of G where groups
+share it. Each function returns kappa `[n,H,G,C,D]` and the covariance after the last token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regraft.ops.decay import Decay
+from regraft.ops.inputs import FilterInputs
+from regraft.ops.layout import ChunkLayout
+from regraft.ops.rotation import rotate_both
+
+
+def gains(x: FilterInputs, decay: Decay, layout: ChunkLayout) -> tuple[Tensor, Tensor | None]:
+    """kappa and the final covariance of the family `x.covariance`."""
+    if x.covariance == "none":  # latent-input model, paper 000 §3.2
+        return x.prior_var / (x.prior_var + x.obs_var) * x.k, None
+    if x.covariance == "reset":  # Pbar = prior · I at every step, paper 000 §3.1
+        s = x.prior_var * x.k.square().sum(-1, keepdim=True)
+        return x.prior_var * x.k / (x.obs_var + s), None
+    return _dense_gains(x, decay, layout) if x.covariance == "dense" else _moebius_gains(x, layout)
+
+
+def _dense_gains(x: FilterInputs, decay: Decay, layout: ChunkLayout) -> tuple[Tensor, Tensor]:
+    """The exact filter: inside a chunk the observations are jointly Gaussian, one Cholesky factor has it all.
+
+    Their predicted covariance is scaled by the evidence instead of dividing the noise by it, so evidence 0
+    needs no case of its own and has a gradient.
+    """
+    assert x.cov is not None
+    n = decay.accumulate(x.process_var)  # [n,H,1,C,1|D] process noise since the chunk's entry
+    nk, h = n * x.k, decay.entry * x.k
+    noise = decay.products(x.k, nk)
+    noise = noise + noise.tril(-1).mT
+    kappas = []
+
+    def step(P: Tensor, rows: slice) -> Tensor:
+        hP = h[rows] @ P  # [n,H,G,C,D]
+        S = hP @ h[rows].mT + noise[rows]
+        L = torch.linalg.cholesky(x.evidence * S + torch.diag_embed(x.obs_var_cov[rows].squeeze(-1)))
+        pivots = L.diagonal(dim1=-2, dim2=-1)[..., None]  # [n,H,G,C,1] roots of the innovation variances
+        U = decay.rows(rows).solve(L / pivots.mT, decay.entry[rows] * hP + nk[rows])
+        kappas.append(U / (x.obs_var[rows] + (U * x.k[rows]).sum(-1, keepdim=True)))
+        E = decay.exit[rows] * U / pivots
+        b = decay.entry[rows, ..., -1:, :]
+        P = b.mT * P * b - x.evidence * (E.mT @ E)
+        P = 0.5 * (P + P.mT)  # rounding alone would let it drift from symmetry
+        if x.rotation is not None:
+            P = rotate_both(P, x.rotation[rows, ..., -1, :])
+        return P + torch.diag_embed(n[rows, ..., -1, :].expand(*n[rows].shape[:-2], P.shape[-1]))
+
+    cov = layout.carry(x.cov, step)
+    return torch.cat(kappas), cov
+
+
+def _moebius_gains(x: FilterInputs, layout: ChunkLayout) -> tuple[Tensor, Tensor]:
+    """Diagonal and isotropic covariance (paper 002): every step maps p to `(A p + B) / (C p + 1)`.
+
+    A, B and C are at least 0, and such maps compose into one of the same form without a subtraction, so an
+    associative scan is as accurate as the recurrence.
+    """
+    assert x.cov is not None
+    a2, w, k2 = (2 * x.g).exp(), x.process_var, x.k.square()
+    if x.covariance == "isotropic":  # the diagonal rule, averaged over the channels
+        a2, w, k2 = (y.mean(-1, keepdim=True) for y in (a2, w, k2))
+    information = x.evidence / x.obs_var_cov * k2  # [n,H,G,C,D or 1]
+    A, B, C = _scan(*_normalised(a2, w, information * a2, 1 + information * w))
+    entries = []
+
+    def step(p: Tensor, rows: slice) -> Tensor:
+        entries.append(p)
+        A_end, B_end, C_end = (m[rows, ..., -1, :] for m in (A, B, C))
+        return (A_end * p + B_end) / (C_end * p + 1)
+
+    cov = layout.carry(x.cov, step)
+    entry = torch.cat(entries)[..., None, :]
+    after = (A * entry + B) / (C * entry + 1)
+    predicted = a2 * torch.cat([entry, after[..., :-1, :]], dim=-2) + w
+    s = (predicted * x.k.square()).sum(-1, keepdim=True)
+    return predicted * x.k / (x.obs_var + s), cov
+
+
+def _scan(A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maps from the entry to after each step, `[...,C,X]`, by doubling the span in every round."""
+    span = 1
+    while span < A.shape[-2]:
+        # The map of the steps before; the identity where there are none.
+        A1, B1, C1 = (
+            F.pad(m[..., :-span, :], (0, 0, span, 0), value=fill)
+            for m, fill in ((A, 1.0), (B, 0.0), (C, 0.0))
+        )
+        A, B, C = _normalised(A * A1 + B * C1, A * B1 + B, C * A1 + C1, C * B1 + 1)
+        span *= 2
+    return A, B, C
+
+
+def _normalised(A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`(A p + B) / (C p + D)` with D made 1; D >= 1, so nothing overflows."""
+    return A / D, B / D, C / D
