@@ -9,21 +9,7 @@ import sys
 import pytest
 
 import regraft.distill as engine
-from regraft import cli
 from regraft.errors import VerificationError
-
-
-@pytest.fixture
-def regraft(monkeypatch, capsys):
-    """Run the command line in this process: exit code, standard output, standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["regraft", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code or 0, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -71,8 +71,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         raise UserError(config_file, f"is not JSON: {error}.", "download it again.") from error
     if not isinstance(config, dict):
         raise UserError(config_file, "is not a JSON object.", "download it again.")
-    tensors = {t.name: t for file in _weight_files(path) for t in _headers(file)}
-    return Checkpoint(model, path, config, tensors)
+    return Checkpoint(model, path, config, _tensors(path))
 
 
 def _locate(model: str, revision: str | None) -> Path:
@@ -93,25 +92,34 @@ def _locate(model: str, revision: str | None) -> Path:
         raise UserError(model, reason, "check the id, the network and HF_HUB_OFFLINE.") from error
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a folder, through its index where it has one."""
+def _tensors(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of a folder, through its index where it has one: index and files have to agree."""
     index = path / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(index, "is not a safetensors index.", "download it again.") from error
-        files = [path / name for name in names]
-        for file, name in zip(files, names, strict=True):
-            if Path(name).name != name:
-                raise UserError(index, f"names {name!r}, outside the folder.", "download it again.")
-            if not file.is_file():
-                raise UserError(file, f"is missing, but {INDEX} names it.", "download it again.")
-        return files
-    single = path / "model.safetensors"
-    if not single.is_file():
-        raise UserError(path, "holds no model.safetensors.", "convert the weights to safetensors first.")
-    return [single]
+    if not index.is_file():
+        single = path / "model.safetensors"
+        if not single.is_file():
+            raise UserError(path, "holds no model.safetensors.", "convert the weights to safetensors first.")
+        return {t.name: t for t in _headers(single)}
+    try:
+        files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(files.values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(index, "is not a safetensors index.", "download it again.") from error
+    for name in names:
+        if Path(name).name != name:
+            raise UserError(index, f"names {name!r}, outside the folder.", "download it again.")
+        if not (path / name).is_file():
+            raise UserError(path / name, f"is missing, but {INDEX} names it.", "download it again.")
+    found = [t for name in names for t in _headers(path / name)]
+    tensors = {t.name: t for t in found if files.get(t.name) == t.file.name}
+    strays = [f"{t.file.name} holds {t.name}, which the index does not place there" for t in found]
+    strays = [text for t, text in zip(found, strays, strict=True) if t.name not in tensors]
+    strays += [f"{name} is not in {file}" for name, file in files.items() if name not in tensors]
+    if strays:
+        more = f", and {len(strays) - 5} more" if len(strays) > 5 else ""
+        reason = f"does not fit its files: {'; '.join(strays[:5])}{more}."
+        raise UserError(index, reason, "download the folder again.")
+    return tensors
 
 
 def _headers(file: Path) -> list[TensorInfo]:

@@ -38,14 +38,20 @@ class Conversion:
 
 
 def plan_conversion(
-    checkpoint: Checkpoint, layers: str | Sequence[int], *, to: str, noise_groups: int, dtype: str
+    checkpoint: Checkpoint,
+    layers: str | Sequence[int],
+    *,
+    to: str,
+    noise_groups: int,
+    dtype: str,
+    headers_only: bool = False,
 ) -> tuple[Plan, tuple[int, ...]]:
-    """What a conversion will do, from headers alone.
+    """What a conversion will do. `headers_only` reads no weights (see `model_config`).
 
     Raises:
         UserError: a layer that does not exist or cannot be converted, or tensors that do not fit.
     """
-    teacher = model_config(checkpoint)
+    teacher = model_config(checkpoint, headers_only=headers_only)
     chosen = resolve_layers(layers, teacher.num_hidden_layers)
     config = student_config(teacher, chosen, {"kind": to, "noise_groups": noise_groups})
     return make_plan(checkpoint, config, DTYPES[dtype]), chosen
@@ -108,7 +114,9 @@ def convert(
     console = Console()
     if dry_run or out is None:
         checkpoint = open_checkpoint(model, revision)
-        plan, _ = plan_conversion(checkpoint, layers, to=to, noise_groups=noise_groups, dtype=dtype)
+        plan, _ = plan_conversion(
+            checkpoint, layers, to=to, noise_groups=noise_groups, dtype=dtype, headers_only=True
+        )
         # A table for reading and for grep: never cut to the width of a terminal.
         plan.print(Console(width=max(console.width, 160)), checkpoint)
         return

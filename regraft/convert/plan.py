@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,8 +74,12 @@ class Plan:
         )
 
 
-def model_config(checkpoint: Checkpoint) -> RegraftConfig:
+def model_config(checkpoint: Checkpoint, *, headers_only: bool = False) -> RegraftConfig:
     """Our configuration of a folder: a teacher in fla's format, or a model that regraft exported.
+
+    Args:
+        checkpoint: the opened folder.
+        headers_only: read no weights; a stored head then counts as one that differs from the embedding.
 
     Raises:
         UserError: another model type, or a Gated DeltaNet of a form that our decoder does not host.
@@ -82,7 +87,7 @@ def model_config(checkpoint: Checkpoint) -> RegraftConfig:
     raw, where = checkpoint.config, checkpoint.path / "config.json"
     kind = raw.get("model_type")
     if kind == RegraftConfig.model_type:
-        return RegraftConfig(**raw)
+        return _build_config(raw, where)
     if kind != TEACHER_TYPE:
         fix = f"give a {TEACHER_TYPE} checkpoint or a model exported by regraft."
         raise UserError(where, f"describes a {kind!r} model.", fix)
@@ -92,7 +97,12 @@ def model_config(checkpoint: Checkpoint) -> RegraftConfig:
         raise UserError(where, "has no short convolutions (use_short_conv).", "use a teacher that has them.")
     known = set(RegraftConfig.__init__.__annotations__) | {"bos_token_id", "eos_token_id", "pad_token_id"}
     fields = {name: raw[name] for name in known & set(raw)}
-    fields["tie_word_embeddings"] = _is_tied(checkpoint, bool(raw.get("tie_word_embeddings", False)))
+    tied = bool(raw.get("tie_word_embeddings", False))
+    fields["tie_word_embeddings"] = tied and _may_tie(checkpoint, headers_only)
+    return _build_config(fields, where)
+
+
+def _build_config(fields: dict[str, Any], where: Path) -> RegraftConfig:
     try:
         return RegraftConfig(**fields)
     except (ValueError, TypeError) as error:
@@ -100,13 +110,15 @@ def model_config(checkpoint: Checkpoint) -> RegraftConfig:
         raise UserError(where, f"does not describe a model: {error}.", fix) from error
 
 
-def _is_tied(checkpoint: Checkpoint, flag: bool) -> bool:
-    """A file that stores a head is untied unless the flag says tied and head and embedding are equal."""
+def _may_tie(checkpoint: Checkpoint, headers_only: bool) -> bool:
+    """Whether head and embedding are one: the head is not stored, or stored and equal."""
     names = ["model.embeddings.weight", "lm_head.weight"]
-    if not flag or any(name not in checkpoint.tensors for name in names):
-        return flag
-    embedding, head = (tensor for _, tensor in sorted(checkpoint.read(names), reverse=True))
-    return bool(torch.equal(embedding, head))
+    if any(name not in checkpoint.tensors for name in names):
+        return True
+    if headers_only:
+        return False
+    first, second = (tensor for _, tensor in checkpoint.read(names))
+    return torch.equal(first, second)
 
 
 def student_config(teacher: RegraftConfig, layers: tuple[int, ...], mixer: dict[str, Any]) -> RegraftConfig:

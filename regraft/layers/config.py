@@ -6,6 +6,16 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_heads",
+    "num_v_heads",
+    "head_dim",
+    "conv_size",
+)
+
 
 class RegraftConfig(PretrainedConfig):
     """Configuration of `RegraftForCausalLM`.
@@ -20,7 +30,7 @@ class RegraftConfig(PretrainedConfig):
         intermediate_size: width of the SwiGLU; `256 * ceil(int(d * hidden_ratio * 2/3) / 256)` by default.
 
     Raises:
-        ValueError: widths or the number of mixers do not fit together.
+        ValueError: a width or count that is none, or widths and mixers that do not fit together.
     """
 
     model_type = "regraft"
@@ -58,9 +68,11 @@ class RegraftConfig(PretrainedConfig):
         self.conv_size = conv_size
         self.allow_neg_eigval = allow_neg_eigval
         self.hidden_ratio = hidden_ratio
+        self._check(*COUNTS)
         if intermediate_size is None:
             intermediate_size = 256 * -(-int(hidden_size * hidden_ratio * 2 / 3) // 256)
         self.intermediate_size = intermediate_size
+        self._check("intermediate_size", "value_dim")
         self.norm_eps = norm_eps
         self.initializer_range = initializer_range
         # What the teacher was trained at. A recurrent state has no such limit, so nothing enforces it.
@@ -71,6 +83,12 @@ class RegraftConfig(PretrainedConfig):
         if self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads: {self.num_v_heads} is not a multiple of num_heads={num_heads}")
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    def _check(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: {value!r} is not a positive whole number")
 
     @property
     def value_dim(self) -> int:

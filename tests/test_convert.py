@@ -1,0 +1,341 @@
+"""Conversion: the plan, the exact start, the certificate, and every mistake told without writing anything."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from folders import edit_config, edit_tensors, mixer_shapes, shard, write_index, write_teacher
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from regraft.assets import teacher_dir
+from regraft.convert import Checkpoint, load_model, make_student, open_checkpoint
+from regraft.files import hash_directory
+from regraft.layers import BayesianLayer, RegraftForCausalLM
+from regraft.layers.mixers import Mixer
+
+torch.set_num_threads(1)
+
+FINE = BayesianLayer.float32_parameters
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    return write_teacher(tmp_path_factory.mktemp("teacher") / "model", tokenizer=True)
+
+
+def tokens(vocab: int, *shape: int) -> torch.Tensor:
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(1))
+
+
+def dtypes(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="pt") as f:
+        return {name: f.get_slice(name).get_dtype() for name in f.keys()}  # noqa: SIM118
+
+
+def test_a_dry_run_reads_no_weights_and_prints_every_tensor(regraft, tmp_path, monkeypatch) -> None:
+    folder = write_teacher(tmp_path / "t")
+    monkeypatch.setattr(Checkpoint, "read", None)  # whoever calls it fails
+    code, out, err = regraft("convert", folder, "--layers", "1,3", "--noise-groups", 2, "--dry-run")
+    assert (code, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["target", "source", "initialisation", "shape", "type", "bytes"]
+    by_target = {line[0]: line for line in lines if line}
+    for name in open_checkpoint(str(folder)).tensors:
+        assert by_target[name][1:4] == ["same", "name", "copied"], name
+    for layer in (1, 3):
+        for name in mixer_shapes(json.loads((folder / "config.json").read_text())):
+            assert f"model.layers.{layer}.attn.{name}" in by_target
+    new = {line[0]: line for line in lines if len(line) > 1 and line[1] == "-"}
+    assert set(new) == {
+        f"model.layers.{i}.attn.{name}{'.weight' if name.endswith('proj') else ''}"
+        for i in (1, 3)
+        for name in BayesianLayer.new_parameters
+    }
+    assert new["model.layers.1.attn.obs_proj.weight"][2:] == ["new:", "zeros", "4x32", "float32", "512"]
+
+
+def test_a_dry_run_of_the_embedded_teacher(regraft) -> None:
+    if not (teacher_dir() / "model.safetensors").is_file():
+        pytest.skip("the embedded teacher has no weights in this tree")
+    code, out, _ = regraft("convert", "embedded", "--layers", "last:2", "--dry-run")
+    assert code == 0 and "evidence" in out and "new" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"num_v_heads": 4, "expand_v": 2},
+        {"use_gate": False, "num_heads": 1, "tie_word_embeddings": True},
+        {"expand_v": 0.5},
+    ],
+    ids=lambda shape: ",".join(shape) or "plain",
+)
+def test_a_student_starts_as_the_copy_of_its_teacher(shape: dict[str, Any], regraft, tmp_path) -> None:
+    folder = write_teacher(tmp_path / "t", **shape)
+    code, _, err = regraft("convert", folder, "--layers", "1,3", "--out", tmp_path / "s")
+    assert code == 0, err
+    teacher, student = load_model(str(folder)), load_model(str(tmp_path / "s"))
+    ids = tokens(97, 2, 150)
+    torch.testing.assert_close(student(ids).logits, teacher(ids).logits, rtol=0, atol=1e-4)
+    assert student.config.layers_of("bayesian") == (1, 3)
+    for name, x in teacher.state_dict().items():
+        assert torch.equal(x, student.state_dict()[name]), name
+    report = json.loads((tmp_path / "s" / "verify.json").read_text())
+    assert report["passed"] and report["worst"] <= 1e-4
+    assert report["teacher_sha256"] == hash_directory(folder)
+    assert report["student_sha256"] == hash_directory(tmp_path / "s")
+    assert report["teacher_logits"] > 1  # the comparison saw a model that says something
+
+
+def test_a_difference_above_the_tolerance_exits_with_3_and_writes_nothing(
+    regraft, tmp_path, monkeypatch
+) -> None:
+    folder = write_teacher(tmp_path / "t")
+    code, _, err = regraft(
+        "convert", folder, "--layers", 1, "--out", tmp_path / "s", "--tolerance", 0, "--process-match", 1
+    )
+    assert code == 3 and "tolerance" in err and "nothing was written" in err
+    right = Mixer.log_precision
+    monkeypatch.setattr(BayesianLayer, "log_precision", lambda self, x: right(self, x) + 0.1)
+    code, _, err = regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s")
+    assert code == 3
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_a_nan_never_passes(regraft, tmp_path) -> None:
+    folder = write_teacher(tmp_path / "t")
+    edit_tensors(folder, lambda t: t["model.norm.weight"].fill_(torch.nan))
+    assert regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s")[0] == 3
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def _missing_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def _outside(folder: Path) -> None:
+    index = shard(folder)
+    os.rename(folder / "model-00002-of-00002.safetensors", folder.parent / "stolen.safetensors")
+    for name, file in index["weight_map"].items():
+        if "00002" in file:
+            index["weight_map"][name] = "../stolen.safetensors"
+    write_index(folder, index)
+
+
+def _index_without_a_tensor(folder: Path) -> None:
+    index = shard(folder)
+    del index["weight_map"]["model.norm.weight"]
+    write_index(folder, index)
+
+
+def _index_with_a_lie(folder: Path) -> None:
+    index = shard(folder)
+    for name, file in index["weight_map"].items():
+        index["weight_map"][name] = file.replace("00002-of", "0000X-of").replace("00001-of", "00002-of")
+    for name in index["weight_map"]:
+        index["weight_map"][name] = index["weight_map"][name].replace("0000X", "00001")
+    write_index(folder, index)
+
+
+def _wrong_shape(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"model.layers.2.attn.q_proj.weight": torch.zeros(8, 32)}))
+
+
+def _unexpected(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"model.layers.2.attn.f_proj.weight": torch.zeros(8, 32)}))
+
+
+MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+    "config that is a list": (lambda f: (f / "config.json").write_text("[]"), "is not a JSON object"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "cut file": (_cut, "model.safetensors: is not a whole safetensors file"),
+    "empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), "is not a whole safetensors file"),
+    "missing shard": (_missing_shard, "model-00002-of-00002.safetensors: is missing"),
+    "outside": (_outside, "names '../stolen.safetensors', outside the folder"),
+    "index without a tensor": (_index_without_a_tensor, "model.norm.weight"),
+    "index that lies": (_index_with_a_lie, "model-0000"),
+    "wrong shape": (_wrong_shape, "model.layers.2.attn.q_proj.weight has shape [8, 32], not [16, 32]"),
+    "unexpected key": (_unexpected, "model.layers.2.attn.f_proj.weight is unexpected"),
+    "missing tensor": (
+        lambda f: edit_tensors(f, lambda t: t.pop("model.layers.0.attn.A_log")),
+        "model.layers.0.attn.A_log is missing",
+    ),
+    "other model type": (lambda f: edit_config(f, model_type="llama"), "describes a 'llama' model"),
+    "no model type": (lambda f: edit_config(f, model_type=None), "config.json: describes a None model"),
+    "vocabulary": (
+        lambda f: edit_config(f, vocab_size=96),
+        "model.embeddings.weight has shape [97, 32], not [96, 32]",
+    ),
+    "no short convolution": (lambda f: edit_config(f, use_short_conv=False), "use_short_conv"),
+    "heads": (lambda f: edit_config(f, num_v_heads=3), "num_v_heads"),
+    "negative eigenvalues": (lambda f: edit_config(f, allow_neg_eigval=True), "layers 1"),
+    "layer too many": (lambda f: edit_config(f, num_hidden_layers=5), "model.layers.4.attn.A_log is missing"),
+    "a count that is text": (lambda f: edit_config(f, num_heads="two"), "num_heads"),
+    "a negative width": (lambda f: edit_config(f, hidden_size=-32), "hidden_size"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_folders_exit_with_2_and_write_nothing(case: str, regraft, tmp_path) -> None:
+    folder = write_teacher(tmp_path / "t")
+    spoil, message = MALFORMED[case]
+    spoil(folder)
+    before = sorted(os.listdir(tmp_path))
+    for extra in (["--dry-run"], []):
+        code, out, err = regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s", *extra)
+        assert (code, out) == (2, ""), err
+        assert message in err and "Traceback" not in err and err.count("error ") == 1
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "99"], "layer 99 does not exist"),
+        (["--layers", "-1"], "layer -1 does not exist"),
+        (["--layers", "4"], "choose from 0 to 3"),
+        (["--layers", "1,1"], "layer 1 is given twice"),
+        (["--layers", ""], "selects no layer"),
+        (["--layers", "two"], "'two' is not a layer"),
+        (["--layers", "last:5"], "layer -1 does not exist"),
+        (["--layers", "1", "--noise-groups", "3"], "3 groups do not divide the value width 8"),
+    ],
+)
+def test_wrong_arguments_exit_with_2_and_write_nothing(regraft, tmp_path, arguments, message) -> None:
+    folder = write_teacher(tmp_path / "t")
+    code, out, err = regraft("convert", folder, *arguments, "--out", tmp_path / "s")
+    assert (code, out) == (2, "") and message in err
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_no_folder_and_no_hub_id(regraft, tmp_path) -> None:
+    for model in (tmp_path / "nothing", "./nothing", "nothing"):
+        code, _, err = regraft("convert", model, "--layers", 1, "--out", tmp_path / "s")
+        assert code == 2 and "is not a folder" in err
+    assert not os.listdir(tmp_path)
+
+
+def test_a_filled_output_folder_is_left_alone(regraft, tmp_path) -> None:
+    folder = write_teacher(tmp_path / "t")
+    out = tmp_path / "s"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    code, _, err = regraft("convert", folder, "--layers", 1, "--out", out)
+    assert code == 2 and "exists and is not empty" in err and os.listdir(out) == ["mine"]
+    code, _, _ = regraft("convert", folder, "--layers", 99, "--out", out, "--overwrite")
+    assert code == 2 and os.listdir(out) == ["mine"]
+    assert regraft("convert", folder, "--layers", 1, "--out", out, "--overwrite")[0] == 0
+    assert "mine" not in os.listdir(out) and "config.json" in os.listdir(out)
+    assert regraft("convert", folder, "--layers", 1, "--out", folder / "config.json")[0] == 2
+
+
+def _with_D(t: dict[str, torch.Tensor]) -> None:
+    t.update({f"model.layers.{i}.attn.D": torch.zeros(2) for i in range(4)})
+
+
+def _fuse_gate(t: dict[str, torch.Tensor]) -> None:
+    for i in range(4):
+        mlp = f"model.layers.{i}.mlp."
+        t[mlp + "gate_proj.weight"] = torch.cat([t[mlp + "gate_proj.weight"], t.pop(mlp + "up_proj.weight")])
+
+
+@pytest.mark.parametrize("change", [_with_D, _fuse_gate])
+def test_legacy_forms_are_the_same_model(change: Callable[..., None], regraft, tmp_path) -> None:
+    folder, legacy = write_teacher(tmp_path / "t"), write_teacher(tmp_path / "old")
+    edit_tensors(legacy, change)
+    ids = tokens(97, 1, 40)
+    assert torch.equal(load_model(str(folder))(ids).logits, load_model(str(legacy))(ids).logits)
+    code, out, _ = regraft("convert", legacy, "--layers", 1, "--dry-run")
+    assert code == 0
+    expected = "legacy, zero and never read" if change is _with_D else "part of fused gate_proj"
+    assert out.count(expected) == (4 if change is _with_D else 8)
+    assert regraft("convert", legacy, "--layers", 1, "--out", tmp_path / "s")[0] == 0
+    stored = load_file(tmp_path / "s" / "model.safetensors")
+    assert not any(name.endswith(".D") for name in stored)
+    assert stored["model.layers.0.mlp.up_proj.weight"].shape == (48, 32)
+
+
+def test_the_file_decides_whether_embeddings_are_tied(regraft, tmp_path, monkeypatch) -> None:
+    """The flag says tied: a stored head that differs wins; one that is equal is dropped."""
+    for equal in (False, True):
+        folder = write_teacher(tmp_path / f"t{equal}")
+        edit_config(folder, tie_word_embeddings=True)
+        if equal:
+            edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embeddings.weight"]}))
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoint, "read", None)
+            code, out, _ = regraft("convert", folder, "--layers", 1, "--dry-run")
+            assert code == 0 and "lm_head.weight" in out
+        out_dir = tmp_path / f"s{equal}"
+        assert regraft("convert", folder, "--layers", 1, "--out", out_dir)[0] == 0
+        assert ("lm_head.weight" in load_file(out_dir / "model.safetensors")) != equal
+        assert json.loads((out_dir / "config.json").read_text())["tie_word_embeddings"] == equal
+
+
+def test_shards_and_one_file_are_the_same_model(tmp_path) -> None:
+    folder, sharded = write_teacher(tmp_path / "t"), write_teacher(tmp_path / "shards")
+    shard(sharded)
+    ids = tokens(97, 1, 40)
+    assert torch.equal(load_model(str(folder))(ids).logits, load_model(str(sharded))(ids).logits)
+
+
+def test_a_student_is_a_teacher_for_the_next_conversion(regraft, tmp_path) -> None:
+    folder = write_teacher(tmp_path / "t")
+    assert regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s")[0] == 0
+    assert regraft("convert", tmp_path / "s", "--layers", 3, "--out", tmp_path / "s2")[0] == 0
+    assert load_model(str(tmp_path / "s2")).config.layers_of("bayesian") == (1, 3)
+
+
+def test_bfloat16_keeps_noise_parameters_in_float32(regraft, teacher, tmp_path) -> None:
+    out = tmp_path / "s"
+    code, _, err = regraft("convert", teacher, "--layers", "1,3", "--out", out, "--dtype", "bfloat16")
+    assert code == 0, err
+    for name, kind in dtypes(out / "model.safetensors").items():
+        assert kind == ("F32" if set(name.split(".")) & set(FINE) else "BF16"), name
+    for loaded in (
+        load_model(str(out), dtype="bfloat16"),
+        RegraftForCausalLM.from_pretrained(out, dtype="auto"),
+        RegraftForCausalLM.from_pretrained(out, dtype=torch.bfloat16),
+    ):
+        for name, p in loaded.named_parameters():
+            fine = bool(set(name.split(".")) & set(FINE))
+            assert p.dtype == (torch.float32 if fine else torch.bfloat16), name
+
+
+def test_what_travels_along(regraft, teacher, tmp_path) -> None:
+    (folder := tmp_path / "t").mkdir()
+    for file in teacher.iterdir():
+        os.link(file, folder / file.name)
+    (folder / "generation_config.json").write_text('{"max_length": 77, "pad_token_id": 3}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "LICENSE").write_text("theirs")
+    (folder / "tokenizer_code.py").write_text("raise SystemExit")
+    assert regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s")[0] == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"):
+        assert (tmp_path / "s" / name).read_bytes() == (folder / name).read_bytes()
+    assert json.loads((tmp_path / "s" / "generation_config.json").read_text())["max_length"] == 77
+    assert not (tmp_path / "s" / "tokenizer_code.py").exists()
+
+
+def test_conversion_in_memory(teacher) -> None:
+    done = make_student(str(teacher), "last:2", noise_groups=2, process_match=1.0)
+    assert done.layers == (2, 3)
+    layer = done.student.model.layers[3].attn
+    assert isinstance(layer, BayesianLayer) and layer.noise_groups == 2
+    torch.testing.assert_close(torch.nn.functional.softplus(layer.refresh), torch.ones(2))
