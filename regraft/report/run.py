@@ -17,6 +17,16 @@ from regraft.report.niah import evaluate, progress_bar
 from regraft.report.report import terminal_table, write_report
 
 
+MIN_COLUMNS = 100  # what the table needs; off a terminal rich takes 80 and would break names into letters
+
+
+def wide_console() -> Console:
+    """Standard output, at least `MIN_COLUMNS` wide."""
+    console = Console()
+    console.width = max(console.width, MIN_COLUMNS)
+    return console
+
+
 def report_run(
     run: Path, *, overrides: Sequence[str] = (), out: Path | None = None, overwrite: bool = False
 ) -> dict[str, Path]:
@@ -31,7 +41,7 @@ def report_run(
     Raises:
         UserError: the run is not finished, or the report exists.
     """
-    console = Console()
+    console = wide_console()
     run = Path(run)
     out = run / "report" if out is None else out
     refuse_existing(out, overwrite)

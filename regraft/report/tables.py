@@ -109,7 +109,7 @@ def terminal(scores: Sequence[Row], gains: Sequence[Row]) -> Table:
     groups = 1 + max(row["depth"] for row in scores if row["depth"] is not None)
     table = Table(title="Needle retrieval, % of asked values found, mean over tasks (95 % interval)")
     table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")  # names may be paths: the only column that gives way
+    table.add_column("", overflow="fold", min_width=12)  # names may be paths: the only column that gives way
     for name in ("n", "all depths", *(_depth(depth, groups) for depth in range(groups))):
         table.add_column(name, justify="right", no_wrap=True)
     for length in sorted({row["length"] for row in scores}):
