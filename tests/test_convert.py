@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from regraft.assets import teacher_dir
 from regraft.convert import Checkpoint, load_model, make_student, open_checkpoint
 from regraft.files import hash_directory
-from regraft.layers import BayesianLayer, RegraftForCausalLM
-from regraft.layers.mixers import Mixer
+from regraft.layers import BayesianLayer, DeltaNet, RegraftForCausalLM
 
 torch.set_num_threads(1)
 
@@ -103,7 +102,7 @@ def test_a_difference_above_the_tolerance_exits_with_3_and_writes_nothing(
         "convert", folder, "--layers", 1, "--out", tmp_path / "s", "--tolerance", 0, "--process-match", 1
     )
     assert code == 3 and "tolerance" in err and "nothing was written" in err
-    right = Mixer.log_precision
+    right = DeltaNet.log_precision
     monkeypatch.setattr(BayesianLayer, "log_precision", lambda self, x: right(self, x) + 0.1)
     code, _, err = regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s")
     assert code == 3

@@ -1,193 +1,93 @@
-"""Mixers: projections, short convolutions and gate are shared; a mixer only says what filter its heads run.
+"""The mixers: each says in a few lines which decay, noise and covariance its heads have.
 
-Parameter names are flash-linear-attention's, so a teacher's tensors fit without renaming.
+`docs/design-model.md` lists them with what they assume. Parameter names of the teacher's mixer are
+flash-linear-attention's, so its tensors fit without renaming.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regraft.layers.cache import MixerState
 from regraft.layers.config import RegraftConfig
-from regraft.ops import kalman_delta_rule
+from regraft.layers.mixer import Design, Mixer, ZeroLinear
 from regraft.ops.inputs import Covariance
 
 
-class Design(NamedTuple):
-    """The design model of a layer at the current input: arguments of `kalman_delta_rule`, all float32."""
+class ScalarDecay(Mixer):
+    """`g = -exp(A_log) softplus(a_proj x + dt_bias)`, one number a head."""
 
-    g: Tensor  # [B,T,H]
-    obs_var: Tensor  # [B,T,H] or [B,T,H,G]
-    process_var: Tensor  # [B,T,H]
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, computed in float32."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise `[..., width]`, same dtype out."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
-
-
-class ShortConvolution(nn.Module):
-    """Depthwise causal convolution over time with SiLU; `weight [channels, 1, size]`."""
-
-    def __init__(self, channels: int, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, size))
-
-    def forward(self, x: Tensor, state: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Convolve `x [B,T,channels]`, of which the first `lengths [B]` tokens of a row are real (None: all).
-
-        Returns:
-            The output `[B,T,channels]` and the new state `[B,channels,size-1]`: the last real inputs.
-        """
-        keep = self.weight.shape[-1] - 1
-        x = x.transpose(1, 2)
-        x = F.pad(x, (keep, 0)) if state is None else torch.cat([state.to(x.dtype), x], dim=-1)
-        if lengths is None:
-            new_state = x[..., x.shape[-1] - keep :]
-        else:
-            last = lengths[:, None] + torch.arange(keep, device=x.device)  # [B, keep]
-            new_state = x.gather(-1, last[:, None].expand(-1, x.shape[1], -1))
-        y = F.conv1d(x, self.weight, groups=x.shape[1])
-        return F.silu(y).transpose(1, 2), new_state
-
-
-class ZeroLinear(nn.Linear):
-    """A linear map that starts at zero."""
-
-
-class Mixer(nn.Module):
-    """A linear-attention layer around `kalman_delta_rule`; subclasses give `covariance` and `design`.
-
-    The key and query heads are L2-normalised, the read-out is RMS-normalised per head and gated.
-    """
-
-    kind: str
-    covariance: Covariance
-    # Parameters that stay float32 whatever the model's dtype, and that weight decay must not touch.
     float32_parameters: tuple[str, ...] = ("A_log", "dt_bias")
-    # Parameters that a Gated DeltaNet has not: a conversion makes them.
-    new_parameters: tuple[str, ...] = ()
 
-    def __init__(self, config: RegraftConfig, **settings: Any) -> None:
-        super().__init__()
-        d, H, HV, K, V = (
-            config.hidden_size,
-            config.num_heads,
-            config.num_v_heads,
-            config.head_dim,
-            config.value_dim,
-        )
-        self.num_heads, self.num_v_heads, self.head_dim, self.value_dim = H, HV, K, V
-        self.q_proj = nn.Linear(d, H * K, bias=False)
-        self.k_proj = nn.Linear(d, H * K, bias=False)
-        self.v_proj = nn.Linear(d, HV * V, bias=False)
-        self.a_proj = nn.Linear(d, HV, bias=False)
-        self.b_proj = nn.Linear(d, HV, bias=False)
-        self.A_log = nn.Parameter(torch.empty(HV))
-        self.dt_bias = nn.Parameter(torch.empty(HV))
-        self.q_conv1d = ShortConvolution(H * K, config.conv_size)
-        self.k_conv1d = ShortConvolution(H * K, config.conv_size)
-        self.v_conv1d = ShortConvolution(HV * V, config.conv_size)
-        if config.use_gate:
-            self.g_proj = nn.Linear(d, HV * V, bias=False)
-        self.o_norm = RMSNorm(V, config.norm_eps)
-        self.o_proj = nn.Linear(HV * V, d, bias=False)
+    def add_design(self, config: RegraftConfig) -> None:
+        """`a_proj [HV,d]`, `A_log [HV]`, `dt_bias [HV]`."""
+        self.a_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
+        super().add_design(config)
 
     def initial_parameters(self) -> dict[str, Tensor]:
-        """Starting values of the mixer's own parameters, as fla draws them: rates 0-16, steps 1e-3-0.1."""
-        HV = self.num_v_heads
-        dt = torch.empty(HV).uniform_(math.log(1e-3), math.log(0.1)).exp()
-        rate = torch.empty(HV).uniform_(1e-3, 16)
-        return {"A_log": rate.log(), "dt_bias": dt + torch.log(-torch.expm1(-dt))}
+        """As fla draws them: rates 0-16, steps 1e-3-0.1."""
+        dt_bias = inverse_softplus_of_steps(self.dt_bias.shape)
+        rate = torch.empty(self.num_v_heads).uniform_(1e-3, 16)
+        return {**super().initial_parameters(), "A_log": rate.log(), "dt_bias": dt_bias}
 
-    def design(self, x: Tensor, k: Tensor) -> Design:
-        """The noise and decay of every step, from the input `x [B,T,d]` and the keys `k [B,T,H,D]`."""
-        raise NotImplementedError
-
-    def filter_settings(self) -> dict[str, Any]:
-        """Further arguments of `kalman_delta_rule` that do not depend on the input."""
-        return {}
-
-    def forward(
-        self,
-        x: Tensor,
-        state: MixerState | None = None,
-        lengths: Tensor | None = None,
-        use_cache: bool = False,
-    ) -> tuple[Tensor, MixerState | None]:
-        """Mix `x [B,T,d]` over time.
-
-        Args:
-            x: input, `[B,T,d]`.
-            state: what a former call returned for the tokens before.
-            lengths: `[B]`, how many leading tokens of a row are real; the rest leave the state alone.
-            use_cache: return the state after the last real token.
-        """
-        B, T, _ = x.shape
-        conv = state.conv if state is not None else (None, None, None)
-        q, conv_q = self.q_conv1d(self.q_proj(x), conv[0], lengths)
-        k, conv_k = self.k_conv1d(self.k_proj(x), conv[1], lengths)
-        v, conv_v = self.v_conv1d(self.v_proj(x), conv[2], lengths)
-        q = l2_norm(self._heads(q))
-        k = l2_norm(self._heads(k))
-        g, obs_var, process_var = self.design(x, k)
-        if lengths is not None:
-            real = torch.arange(T, device=x.device) < lengths[:, None]
-            k = k * real[:, :, None, None]
-            g, process_var = g * real[..., None], process_var * real[..., None]
-        o, filtered = kalman_delta_rule(
-            q,
-            k,
-            v.view(B, T, self.num_v_heads, self.value_dim),
-            g,
-            obs_var,
-            process_var,
-            covariance=self.covariance,
-            initial_state=None if state is None else (state.mean, state.cov),
-            output_final_state=use_cache,
-            check=False,  # in range by construction
-            **self.filter_settings(),
-        )
-        o = self.o_norm(o)
-        if hasattr(self, "g_proj"):
-            o = o * F.silu(self.g_proj(x).view_as(o))
-        y = self.o_proj(o.flatten(2))
-        if filtered is None:
-            return y, None
-        return y, MixerState((conv_q, conv_k, conv_v), *filtered)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """`[B,T,H*K] -> [B,T,HV,K]`; key heads are repeated where there are more value heads."""
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
-        return x.repeat_interleave(self.num_v_heads // self.num_heads, dim=2)
+    def step_size(self, x: Tensor) -> Tensor:
+        """`softplus(a_proj x + dt_bias)`, `[B,T,HV]`, float32."""
+        return F.softplus(self.a_proj(x).float() + self.dt_bias.float())
 
     def log_decay(self, x: Tensor) -> Tensor:
-        """`g = -exp(A_log) softplus(a + dt_bias)`, `[B,T,HV]`, float32."""
-        return -self.A_log.float().exp() * F.softplus(self.a_proj(x).float() + self.dt_bias.float())
+        """`[B,T,HV]`, float32."""
+        return -self.A_log.float().exp() * self.step_size(x)
+
+
+class ChannelDecay(Mixer):
+    """`g = -exp(A_log) softplus(f_proj x + dt_bias)`, one number a key channel, as in KDA."""
+
+    float32_parameters: tuple[str, ...] = ("A_log", "dt_bias")
+
+    def add_design(self, config: RegraftConfig) -> None:
+        """`f_proj`, of the rank of a value head; `A_log [HV]`, `dt_bias [HV*K]`."""
+        channels = self.num_v_heads * self.head_dim
+        self.f_proj = nn.Sequential(
+            nn.Linear(config.hidden_size, self.value_dim, bias=False),
+            nn.Linear(self.value_dim, channels, bias=False),
+        )
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(channels))
+        super().add_design(config)
+
+    def initial_parameters(self) -> dict[str, Tensor]:
+        """As fla draws them: rates 1-16, steps 1e-3-0.1."""
+        dt_bias = inverse_softplus_of_steps(self.dt_bias.shape)
+        rate = torch.empty(self.num_v_heads).uniform_(1, 16)
+        return {**super().initial_parameters(), "A_log": rate.log(), "dt_bias": dt_bias}
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        """`[B,T,HV,K]`, float32."""
+        step = F.softplus(self.f_proj(x).float() + self.dt_bias.float())
+        return -self.A_log.float().exp()[:, None] * step.unflatten(-1, (self.num_v_heads, -1))
+
+
+class DeltaNet(Mixer):
+    """DeltaNet: covariance held at the identity, gain `sigmoid(b_proj x)`, no decay (paper 000 §3.1)."""
+
+    kind = "delta_net"
+    covariance: Covariance = "reset"
+
+    def add_design(self, config: RegraftConfig) -> None:
+        """`b_proj [HV,d]`."""
+        self.b_proj = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
+        super().add_design(config)
 
     def log_precision(self, x: Tensor) -> Tensor:
         """`b [B,T,HV]`, float32: logit of the write strength, log-precision of an observation."""
         return self.b_proj(x).float()
-
-
-class GatedDeltaNet(Mixer):
-    """Gated DeltaNet: covariance held at the identity, gain `sigmoid(b)` (paper 000 §3.1)."""
-
-    kind = "gated_deltanet"
-    covariance: Covariance = "reset"
 
     def design(self, x: Tensor, k: Tensor) -> Design:
         """`obs_var = exp(-b)`, so that the gain along a unit key is `sigmoid(b)`."""
@@ -195,7 +95,56 @@ class GatedDeltaNet(Mixer):
         return Design(self.log_decay(x), obs_var, torch.zeros_like(obs_var))
 
 
-class BayesianLayer(Mixer):
+class GatedDeltaNet(ScalarDecay, DeltaNet):
+    """Gated DeltaNet: DeltaNet with scalar decay (paper 000 §3.1)."""
+
+    kind = "gated_deltanet"
+
+
+class KDA(ChannelDecay, DeltaNet):
+    """Kimi Delta Attention: DeltaNet with a decay per key channel."""
+
+    kind = "kda"
+
+
+class CovarianceReset(GatedDeltaNet):
+    """The Bayesian Layer with `Pbar = I` at every step: what is left of it without its covariance.
+
+    Observation noise is `exp(-b + obs_log_scale + obs_proj x)`, which at the start is Gated DeltaNet's.
+
+    Settings:
+        noise_groups: groups G of value columns with their own observation noise.
+    """
+
+    kind = "covariance_reset"
+    new_parameters: tuple[str, ...] = ("obs_log_scale", "obs_proj")
+    float32_parameters = (*GatedDeltaNet.float32_parameters, *new_parameters)
+
+    def add_design(self, config: RegraftConfig, noise_groups: int = 1) -> None:
+        """`obs_log_scale [HV,G]` and `obs_proj [HV*G,d]`."""
+        super().add_design(config)
+        if self.value_dim % noise_groups:
+            raise ValueError(f"noise_groups: {noise_groups} does not divide the value width {self.value_dim}")
+        self.noise_groups = noise_groups
+        self.obs_log_scale = nn.Parameter(torch.empty(self.num_v_heads, noise_groups))
+        self.obs_proj = ZeroLinear(config.hidden_size, self.num_v_heads * noise_groups, bias=False)
+
+    def initial_parameters(self) -> dict[str, Tensor]:
+        """Unit scales."""
+        return {**super().initial_parameters(), "obs_log_scale": torch.zeros(self.obs_log_scale.shape)}
+
+    def obs_var(self, x: Tensor, b: Tensor, k: Tensor) -> Tensor:
+        """Observation noise `[B,T,HV,G]`, from the input, its log-precision and the keys."""
+        shift = self.obs_log_scale + self.obs_proj(x.float()).unflatten(-1, self.obs_log_scale.shape)
+        return teacher_obs_var(b[..., None] - shift, k[..., None, :])
+
+    def design(self, x: Tensor, k: Tensor) -> Design:
+        """Noise and decay of every step; see the class."""
+        g = self.log_decay(x)
+        return Design(g, self.obs_var(x, self.log_precision(x), k), torch.zeros_like(g))
+
+
+class BayesianLayer(CovarianceReset):
     """The exact Kalman filter (paper 000, Proposition 1), initialised from a Gated DeltaNet's projections.
 
     Every parameter that a Gated DeltaNet has not is zero or neutral at the start, and at `evidence = 0` the
@@ -218,47 +167,42 @@ class BayesianLayer(Mixer):
     kind = "bayesian"
     covariance: Covariance = "dense"
     new_parameters = (
+        *CovarianceReset.new_parameters,
         "evidence",
-        "obs_log_scale",
-        "obs_proj",
         "process_log_scale",
         "process_proj",
         "refresh",
     )
-    float32_parameters = (*Mixer.float32_parameters, *new_parameters)
+    float32_parameters = (*GatedDeltaNet.float32_parameters, *new_parameters)
 
-    def __init__(self, config: RegraftConfig, noise_groups: int = 1, obs_var_floor: float = 0.01) -> None:
-        super().__init__(config)
-        if self.value_dim % noise_groups:
-            raise ValueError(f"noise_groups: {noise_groups} does not divide the value width {self.value_dim}")
-        d, HV = config.hidden_size, config.num_v_heads
-        self.noise_groups, self.obs_var_floor = noise_groups, obs_var_floor
+    def add_design(self, config: RegraftConfig, noise_groups: int = 1, obs_var_floor: float = 0.01) -> None:
+        """`evidence`, `process_log_scale`, `refresh`, each `[HV]`, and `process_proj [HV,d]`."""
+        super().add_design(config, noise_groups)
+        HV = self.num_v_heads
+        self.obs_var_floor = obs_var_floor
         self.evidence = nn.Parameter(torch.empty(HV))
-        self.obs_log_scale = nn.Parameter(torch.empty(HV, noise_groups))
-        self.obs_proj = ZeroLinear(d, HV * noise_groups, bias=False)
         self.process_log_scale = nn.Parameter(torch.empty(HV))
-        self.process_proj = ZeroLinear(d, HV, bias=False)
+        self.process_proj = ZeroLinear(config.hidden_size, HV, bias=False)
         self.refresh = nn.Parameter(torch.empty(HV))
 
     def initial_parameters(self) -> dict[str, Tensor]:
-        """Neutral values: evidence 0, unit scales, input-dependent parts at zero, a refresh of 0.01."""
-        neutral = ("evidence", "obs_log_scale", "process_log_scale")
+        """Neutral values: evidence 0, unit scales, a refresh of 0.01."""
+        HV = self.num_v_heads
         return {
             **super().initial_parameters(),
-            **{name: torch.zeros(getattr(self, name).shape) for name in neutral},
-            "refresh": torch.full((self.num_v_heads,), inverse_softplus(0.01)),
+            "evidence": torch.zeros(HV),
+            "process_log_scale": torch.zeros(HV),
+            "refresh": torch.full((HV,), inverse_softplus(0.01)),
         }
 
     def design(self, x: Tensor, k: Tensor) -> Design:
         """Noise and decay of every step; see the class for the formulas."""
-        x32 = x.float()
         g, b = self.log_decay(x), self.log_precision(x)
-        shift = self.obs_log_scale + self.obs_proj(x32).unflatten(-1, self.obs_log_scale.shape)
-        obs_var = teacher_obs_var(b[..., None] - shift, k[..., None, :])
         forgotten = -torch.expm1(2 * g)  # 1 - a²
         refresh = self._evidence() * F.softplus(self.refresh) * (1 - forgotten) * b.sigmoid()
-        process_var = self.process_proj(x32).exp() * (forgotten * self.process_log_scale.exp() + refresh)
-        return Design(g, obs_var, process_var)
+        scale = self.process_proj(x.float()).exp()
+        process_var = scale * (forgotten * self.process_log_scale.exp() + refresh)
+        return Design(g, self.obs_var(x, b, k), process_var)
 
     def filter_settings(self) -> dict[str, Any]:
         """Evidence per head and the floor of the observation noise."""
@@ -269,19 +213,163 @@ class BayesianLayer(Mixer):
         return self.evidence.clamp(min=0)
 
 
-MIXERS: dict[str, type[Mixer]] = {m.kind: m for m in (GatedDeltaNet, BayesianLayer)}
+class KalmanDeltaNet(ChannelDecay):
+    """Kalman Delta Network (paper 002): the filter with a diagonal or isotropic covariance::
+
+        obs_var     = 0.01 + softplus(r_proj x + r_bias)      one a head
+        process_var = softplus(w_proj x + w_bias)             one a channel (diagonal) or a head (isotropic)
+        prior_var   = exp(log_prior)                          one a head
+        evidence    = key width D, its information scale mu
+
+    Settings:
+        covariance: `diagonal` or `isotropic`.
+        learn_evidence: train mu, per head, from D.
+    """
+
+    kind = "kalman_delta_net"
+    covariance: Covariance = "diagonal"
+    float32_parameters = (
+        *ChannelDecay.float32_parameters,
+        "r_proj",
+        "r_bias",
+        "w_proj",
+        "w_bias",
+        "log_prior",
+        "log_evidence",
+    )
+
+    def add_design(
+        self, config: RegraftConfig, covariance: Covariance = "diagonal", learn_evidence: bool = False
+    ) -> None:
+        """`r_proj [HV,d]`, `w_proj` (zero at the start), biases, `log_prior [HV]`, `log_evidence [HV]`."""
+        super().add_design(config)
+        if covariance not in ("diagonal", "isotropic"):
+            raise ValueError(f"covariance: {covariance!r} is not diagonal or isotropic")
+        self.covariance = covariance
+        HV = self.num_v_heads
+        rates = HV * self.head_dim if covariance == "diagonal" else HV
+        self.r_proj = nn.Linear(config.hidden_size, HV, bias=False)
+        self.r_bias = nn.Parameter(torch.empty(HV))
+        self.w_proj = ZeroLinear(config.hidden_size, rates, bias=False)
+        self.w_bias = nn.Parameter(torch.empty(rates))
+        self.log_prior = nn.Parameter(torch.empty(HV))
+        if learn_evidence:
+            self.log_evidence = nn.Parameter(torch.empty(HV))
+
+    def initial_parameters(self) -> dict[str, Tensor]:
+        """Biases 0 and a unit prior."""
+        own = {name: torch.zeros(getattr(self, name).shape) for name in ("r_bias", "w_bias", "log_prior")}
+        if hasattr(self, "log_evidence"):
+            own["log_evidence"] = torch.full((self.num_v_heads,), math.log(self.head_dim))
+        return {**super().initial_parameters(), **own}
+
+    def design(self, x: Tensor, k: Tensor) -> Design:
+        """Noise and decay of every step; see the class for the formulas."""
+        obs_var = 0.01 + F.softplus(self.r_proj(x.float()) + self.r_bias)
+        process_var = F.softplus(self.w_proj(x.float()) + self.w_bias)
+        if self.covariance == "diagonal":
+            process_var = process_var.unflatten(-1, (self.num_v_heads, -1))
+        return Design(self.log_decay(x), obs_var, process_var)
+
+    def filter_settings(self) -> dict[str, Any]:
+        """Prior and evidence per head."""
+        evidence = self.log_evidence.exp() if hasattr(self, "log_evidence") else float(self.head_dim)
+        return {"evidence": evidence, "prior_var": self.log_prior.exp()}
+
+
+class LinearAttention(Mixer):
+    """Linear attention: every write is added in full, nothing decays (paper 000 §3.2).
+
+    This and its subclasses are the update rules alone: feature maps and normalisers of the published layers
+    are left out, projections, convolutions and gate are those of the other mixers.
+    """
+
+    kind = "linear_attention"
+    covariance: Covariance = "none"
+
+    def design(self, x: Tensor, k: Tensor) -> Design:
+        """Observations without noise: `omega = 1`."""
+        g = self.log_decay(x)
+        none = torch.zeros_like(g if g.dim() == 3 else g[..., 0])
+        return Design(g, none, none)
+
+
+class RetNet(LinearAttention):
+    """Retention: head h keeps `1 - 2^(-5-h)` of its memory a step and turns it by rotary frequencies."""
+
+    kind = "retnet"
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        """The same at every step, `[B,T,HV]`."""
+        head = torch.arange(self.num_v_heads, device=x.device, dtype=torch.float32)
+        return torch.log1p(-torch.exp2(-5 - head)).expand(*x.shape[:2], -1)
+
+    def design(self, x: Tensor, k: Tensor) -> Design:
+        """Damped rotations; frequencies `10000^(-2i/K)`."""
+        pairs = torch.arange(self.head_dim // 2, device=x.device, dtype=torch.float32)
+        angle = 10000.0 ** (-2 * pairs / self.head_dim)
+        rotation = angle.expand(*x.shape[:2], self.num_v_heads, -1)
+        return super().design(x, k)._replace(rotation=rotation)
+
+
+class GLA(LinearAttention):
+    """Gated linear attention: `g = logsigmoid(gk_proj x) / 16`, one number a key channel."""
+
+    kind = "gla"
+
+    def add_design(self, config: RegraftConfig) -> None:
+        """`gk_proj`, of rank 16."""
+        self.gk_proj = nn.Sequential(
+            nn.Linear(config.hidden_size, 16, bias=False),
+            nn.Linear(16, self.num_v_heads * self.head_dim, bias=False),
+        )
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        """`[B,T,HV,K]`, float32."""
+        return F.logsigmoid(self.gk_proj(x).float().unflatten(-1, (self.num_v_heads, -1))) / 16
+
+
+class Mamba2SSD(ScalarDecay, LinearAttention):
+    """The SSD core of Mamba-2: scalar decay, and values times the step size that the decay has."""
+
+    kind = "mamba2_ssd"
+
+    def design(self, x: Tensor, k: Tensor) -> Design:
+        """As linear attention, `write = softplus(a_proj x + dt_bias)`."""
+        return super().design(x, k)._replace(write=self.step_size(x))
+
+
+MIXERS: dict[str, type[Mixer]] = {
+    m.kind: m
+    for m in (
+        GatedDeltaNet,
+        BayesianLayer,
+        KalmanDeltaNet,
+        CovarianceReset,
+        DeltaNet,
+        KDA,
+        LinearAttention,
+        RetNet,
+        GLA,
+        Mamba2SSD,
+    )
+}
 
 
 def build_mixer(config: RegraftConfig, layer: int) -> Mixer:
     """The mixer that `config.mixers[layer]` describes.
 
     Raises:
-        ValueError: its kind is unknown.
+        ValueError: its kind or one of its settings is unknown.
     """
     settings = dict(config.mixers[layer])
     kind = settings.pop("kind")
     if kind not in MIXERS:
         raise ValueError(f"mixers[{layer}].kind: {kind!r} is not one of {sorted(MIXERS)}")
+    known = list(inspect.signature(MIXERS[kind].add_design).parameters)[2:]
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"mixers[{layer}].{name}: {kind!r} has the settings {known}")
     return MIXERS[kind](config, **settings)
 
 
@@ -290,16 +378,18 @@ def teacher_obs_var(log_precision: Tensor, k: Tensor) -> Tensor:
 
     The teacher normalises keys with an epsilon, so short ones stay below norm 1, yet writes them with the
     full `sigmoid(b)`: `1 / (obs_var + |k|²) = sigmoid(b)` gives `exp(-b)` plus what |k|² lacks to 1.
+    Beyond ±60 a sigmoid in float32 is 0 or 1 to the last bit, while `exp(-b)` would leave its range.
     """
-    return (-log_precision).exp() + (1 - k.float().square().sum(-1)).clamp(min=0)
-
-
-def l2_norm(x: Tensor) -> Tensor:
-    """`x · rsqrt(Σ x² + 1e-6)` over the last axis in float32, as fla's kernels do it."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    noise = (-log_precision.clamp(-60, 60)).exp()
+    return noise + (1 - k.float().square().sum(-1)).clamp(min=0)
 
 
 def inverse_softplus(y: float) -> float:
     """x with `softplus(x) = y`, y > 0."""
     return y + math.log(-math.expm1(-y))
+
+
+def inverse_softplus_of_steps(shape: torch.Size) -> Tensor:
+    """Biases whose softplus is log-uniform between 1e-3 and 0.1."""
+    dt = torch.empty(shape).uniform_(math.log(1e-3), math.log(0.1)).exp()
+    return dt + torch.log(-torch.expm1(-dt))

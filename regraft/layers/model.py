@@ -15,7 +15,8 @@ from transformers.utils import ModelOutput
 
 from regraft.layers.cache import RegraftCache
 from regraft.layers.config import RegraftConfig
-from regraft.layers.mixers import MIXERS, Mixer, RMSNorm, ShortConvolution, ZeroLinear, build_mixer
+from regraft.layers.mixer import Mixer, RMSNorm, ShortConvolution, ZeroLinear
+from regraft.layers.mixers import MIXERS, build_mixer
 
 # transformers 5.24 renamed the keyword that carries the cache; decoding from an empty state goes unnoticed if
 # the wrong one is read, so both are accepted everywhere and the running version's name is given back.
@@ -69,10 +70,16 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, h: Tensor, cache: RegraftCache | None, lengths: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        h: Tensor,
+        cache: RegraftCache | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """`[B,T,d] -> [B,T,d]`; reads and writes its entry of the cache."""
         state = cache.states[self.layer] if cache is not None else None
-        y, state = self.attn(self.attn_norm(h), state, lengths, use_cache=cache is not None)
+        y, state = self.attn(self.attn_norm(h), state, lengths, cache is not None, cu_seqlens)
         if cache is not None:
             cache.states[self.layer] = state
         h = h + y
@@ -133,6 +140,7 @@ class RegraftModel(RegraftPreTrainedModel):
         past_key_values: RegraftCache | None = None,
         use_cache: bool = False,
         output_hidden_states: bool = False,
+        cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> RegraftOutput:
         """Run the decoder.
@@ -143,12 +151,16 @@ class RegraftModel(RegraftPreTrainedModel):
                 stand anywhere and changes no state.
             cache, past_key_values: the state to continue from (two names of one thing).
             use_cache: return a cache; implied by passing one.
+            cu_seqlens: boundaries `[N+1]`, from 0 to T, of documents packed into one row (B = 1) that shall
+                not see each other; without mask and cache.
         """
         cache = cache if cache is not None else past_key_values
         if cache is None and use_cache:
             cache = RegraftCache(len(self.layers))
         if inputs_embeds is None and input_ids is None:
             raise ValueError("input_ids or inputs_embeds: one of them is needed")
+        if cu_seqlens is not None and (cache is not None or attention_mask is not None):
+            raise ValueError("cu_seqlens: packed documents go without attention_mask and cache")
         h = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         T = h.shape[1]
         packing = _Packing.of(attention_mask, T)
@@ -157,7 +169,7 @@ class RegraftModel(RegraftPreTrainedModel):
         for block in self.layers:
             if output_hidden_states:
                 hidden.append(packing.unpack(h))
-            h = block(h, cache, packing.lengths)
+            h = block(h, cache, packing.lengths, cu_seqlens)
         h = packing.unpack(h)
         if output_hidden_states:
             hidden.append(h)
