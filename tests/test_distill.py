@@ -1,0 +1,349 @@
+"""Training: losses with known values, exact resume, the order of data, the control on the same rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from folders import write_teacher
+
+from regraft.convert import load_model, load_tokenizer
+from regraft.distill import checkpoint, control, distill
+from regraft.distill.data import Rows, RowStream, paragraphs
+from regraft.distill.loop import Loop
+from regraft.distill.losses import Objective, forward_kl
+from regraft.distill.stage import control_stages, phase_stages
+from regraft.distill.trainable import parameter_groups, trainable_names
+from regraft.errors import UserError
+from regraft.layers import BayesianLayer
+from regraft.recipes.load import parse_recipe
+from regraft.recipes.schema import BoundaryMSE, CrossEntropy, Data, ForwardKL, LayerNMSE
+
+DISTILLATION = (LayerNMSE(), ForwardKL(), BoundaryMSE())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory):
+    return write_teacher(
+        tmp_path_factory.mktemp("distill") / "teacher", tokenizer=True, tie_word_embeddings=True
+    )
+
+
+@pytest.fixture
+def recipe(teacher_folder):
+    return make_recipe(teacher_folder)
+
+
+def make_recipe(teacher, *overrides):
+    text = f"""
+version: 1
+teacher: {{model: {teacher}}}
+convert: {{layers: [1, 2], process_match: 0.3}}
+data:
+  source: {{kind: mix, parts: [{{weight: 1, source: {{kind: builtin}}}}, {{weight: 1, source: {{kind: needles}}}}]}}
+  seq_len: 288
+  pack: false
+phases:
+  - {{name: match, losses: [{{kind: layer_nmse}}], tokens: 3456, batch_tokens: 576, micro_batch: 1, lr: 1e-2}}
+  - {{name: joint, losses: [{{kind: forward_kl}}, {{kind: boundary_mse}}], tokens: 3456, batch_tokens: 576, lr: 1e-3}}
+checkpoint: {{every: 4, keep: 2}}
+"""
+    return parse_recipe(text, "test", overrides)
+
+
+@pytest.fixture
+def pair(recipe):
+    """A teacher and its exact copy with Bayesian Layers at 1 and 2."""
+    from regraft.convert import make_student
+
+    made = make_student(recipe.teacher.model, [1, 2])
+    for p in made.teacher.parameters():
+        p.requires_grad_(False)
+    return made.teacher, made.student
+
+
+def some_rows(rows=3, length=70, vocab=100, masked=()):
+    ids = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(1))
+    real = torch.ones(rows, length, dtype=torch.bool)
+    real[1, 40:] = False
+    for i in masked:
+        real[i] = False
+    return Rows(ids, real)
+
+
+def gradients(student, teacher, losses, pieces, whole, layers=(1, 2)):
+    objective = Objective(losses, layers, True)
+    if any(
+        loss.kind != "cross_entropy" for loss in losses
+    ):  # variances of the whole step, as the loop has them
+        objective(student, teacher, whole, tokens=1, targets=1)
+    student.zero_grad()
+    total = 0.0
+    for rows in pieces:
+        values = objective(student, teacher, rows, tokens=whole.tokens, targets=whole.targets)
+        loss = torch.stack(list(values.values())).sum()
+        loss.backward()
+        total += float(loss.detach())
+    return total, {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("loss", DISTILLATION, ids=lambda loss: loss.kind)
+def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient(pair, loss):
+    teacher, _ = pair
+    student = type(teacher)(teacher.config)
+    student.load_state_dict(teacher.state_dict())
+    rows = some_rows()
+    value, grads = gradients(student, teacher, [loss], [rows], rows)
+    assert value == 0.0
+    assert grads and all(float(g.abs().max()) == 0.0 for g in grads.values())
+
+
+@pytest.mark.parametrize("loss", [*DISTILLATION, CrossEntropy()], ids=lambda loss: loss.kind)
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(pair, loss):
+    teacher, student = pair
+    set_evidence(student, 0.7)
+    rows = some_rows(masked=[2])
+    whole, expected = gradients(student, teacher, [loss], [rows], rows)
+    assert whole > 0
+    for size in (1, 2):
+        value, grads = gradients(student, teacher, [loss], rows.split(size), rows)
+        assert value == pytest.approx(whole, rel=1e-5)
+        for name, g in grads.items():
+            torch.testing.assert_close(
+                g, expected[name], rtol=1e-3, atol=1e-6 * float(expected[name].abs().max() + 1)
+            )
+
+
+@pytest.mark.parametrize("loss", [*DISTILLATION, CrossEntropy()], ids=lambda loss: loss.kind)
+def test_a_fully_masked_batch_gives_zero_and_not_nan(pair, loss):
+    teacher, student = pair
+    set_evidence(student, 0.7)
+    rows = some_rows(masked=[0, 1, 2])
+    objective = Objective([loss], (1, 2), True)
+    objective(student, teacher, some_rows(), tokens=1, targets=1)
+    value = objective(student, teacher, rows, tokens=0, targets=0)[loss.kind]
+    value.backward()
+    assert float(value.detach()) == 0.0
+    assert all(bool((p.grad == 0).all()) for p in student.parameters() if p.grad is not None)
+
+
+def test_losses_do_not_see_padding(pair):
+    teacher, student = pair
+    set_evidence(student, 1.0)
+    rows = some_rows()
+    changed = Rows(torch.where(rows.real, rows.ids, 7), rows.real)
+    for loss in (*DISTILLATION, CrossEntropy()):
+        first, _ = gradients(student, teacher, [loss], [rows], rows)
+        second, _ = gradients(student, teacher, [loss], [changed], changed)
+        assert first == pytest.approx(second, rel=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+def test_forward_kl_against_the_definition(temperature):
+    s = torch.randn(5, 11, dtype=torch.float64).float().requires_grad_()
+    t = torch.randn(5, 11)
+    kl = forward_kl(s, t, temperature)
+    p = (t.double() / temperature).softmax(-1)
+    expected = (p * (p.log() - (s.double() / temperature).log_softmax(-1))).sum(-1) * temperature**2
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-4, atol=1e-5)
+    kl.sum().backward()
+    (reference,) = torch.autograd.grad(expected.sum(), s)
+    torch.testing.assert_close(s.grad, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_kl_is_finite_at_extreme_logits():
+    s = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
+    kl = forward_kl(s, torch.tensor([[-1e4, 1e4, 0.0]]), 0.1)
+    kl.sum().backward()
+    assert torch.isfinite(kl).all() and torch.isfinite(s.grad).all()
+
+
+def set_evidence(model, level):
+    for block in model.model.layers:
+        if isinstance(block.attn, BayesianLayer):
+            block.attn.evidence.data.fill_(level)
+
+
+def test_every_loss_reaches_every_parameter_of_the_converted_layers(pair):
+    teacher, student = pair
+    set_evidence(student, 0.5)
+    for loss in (*DISTILLATION, CrossEntropy()):
+        _, grads = gradients(student, teacher, [loss], [some_rows()], some_rows())
+        for name in trainable_names(student, "converted", (1, 2)):
+            assert float(grads[name].abs().sum()) > 0, (loss.kind, name)
+
+
+def test_weight_decay_touches_matrices_only(pair):
+    _, student = pair
+    names = trainable_names(student, "converted+norms", (1, 2))
+    optimizer = torch.optim.AdamW(parameter_groups(student, names, 1.0), lr=0.1)
+    before = {n: p.detach().clone() for n, p in student.named_parameters()}
+    for name, p in student.named_parameters():
+        p.grad = torch.zeros_like(p) if name in names else None
+    optimizer.step()
+    moved = {n for n, p in student.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n in names if n.endswith("_proj.weight") and "obs" not in n and "process" not in n}
+
+
+def test_rows_depend_on_the_seed_alone_and_a_position_can_be_restored(teacher_folder):
+    tokenizer = load_tokenizer(str(teacher_folder))
+    data = make_recipe(teacher_folder).data
+    stream = RowStream(data, tokenizer)
+    first = stream.take(5)
+    position = json.loads(json.dumps(stream.state()))
+    rest = stream.take(9)
+    again = RowStream(data, tokenizer)
+    assert torch.equal(again.take(14).ids, torch.cat([first.ids, rest.ids]))
+    restored = RowStream(data, tokenizer)
+    restored.restore(position)
+    assert torch.equal(restored.take(9).ids, rest.ids)
+    other = RowStream(data.model_copy(update={"seed": 1}), tokenizer)
+    assert not torch.equal(other.take(5).ids, first.ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "holds no text"),
+        ("bad.txt", b"\xff\xfe\x00", "not UTF-8"),
+        ("cut.xz", b"\xfd7zXZ", "cannot be read"),
+        ("lines.jsonl", b'{"text": "a"}\n{"txt": 1}\n', "line 2"),
+        ("blank.jsonl", b"\n\n", "holds no text"),
+    ],
+)
+def test_broken_text_files_are_named(tmp_path, teacher_folder, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    kind = "jsonl" if name.endswith("jsonl") else "text"
+    data = Data(source={"kind": kind, "path": str(tmp_path / name)}, seq_len=32, pack=False)
+    with pytest.raises(UserError, match=message):
+        RowStream(data, load_tokenizer(str(teacher_folder))).take(1)
+
+
+def test_paragraphs_keep_every_word():
+    text = "\r\n\r\n".join(f"paragraph {i} " + "x" * 3000 for i in range(9))
+    assert "".join("".join(paragraphs(text)).split()) == "".join(text.split())
+
+
+def test_schedules(recipe):
+    stage = phase_stages(recipe)[0]
+    assert stage.steps == 6 and stage.rows_at(0) == 2
+    levels = [stage.evidence_at(i) for i in range(6)]
+    assert levels == sorted(levels) and 0 < levels[0] < 1 and levels[3:] == [1.0, 1.0, 1.0]
+    rates = [stage.lr_at(i) for i in range(6)]
+    assert max(rates) <= stage.lr and rates[-1] < rates[1]
+    (whole,) = control_stages(recipe)
+    assert whole.steps == 12 and [whole.rows_at(i) for i in range(12)] == [2] * 12
+
+
+def run_states(folder):
+    """Everything that a finished run leaves, without times."""
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in metrics:
+        line.pop("tokens_per_second")
+    finished = json.loads((folder / "manifest.json").read_text())["finished"]
+    return metrics, {k: finished[k] for k in ("export_sha256", "data_sha256", "tokens", "steps")}
+
+
+def stop_after(monkeypatch, step):
+    """Send this process the signal of Ctrl-C during the given step."""
+    original = Loop._step
+
+    def interrupted(self, *args, **kwargs):
+        values = original(self, *args, **kwargs)
+        if self.at.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return values
+
+    monkeypatch.setattr(Loop, "_step", interrupted)
+    return original
+
+
+def test_a_run_stopped_and_resumed_equals_one_that_was_not(tmp_path, recipe, monkeypatch):
+    distill(recipe, tmp_path / "straight")
+    control(tmp_path / "straight")
+    expected = run_states(tmp_path / "straight"), run_states(tmp_path / "straight" / "control")
+    assert [line["step"] for line in expected[0][0]] == list(range(1, 13))
+
+    for step in (3, 6, 9):
+        original = stop_after(monkeypatch, step)
+        with pytest.raises(KeyboardInterrupt):
+            distill(recipe, tmp_path / f"stopped{step}")
+        monkeypatch.setattr(Loop, "_step", original)
+        distill(recipe, tmp_path / f"stopped{step}", resume=True)
+        assert run_states(tmp_path / f"stopped{step}") == expected[0]
+
+    original = stop_after(monkeypatch, 8)
+    with pytest.raises(KeyboardInterrupt):
+        control(tmp_path / "stopped3")
+    monkeypatch.setattr(Loop, "_step", original)
+    control(tmp_path / "stopped3", resume=True)
+    assert run_states(tmp_path / "stopped3" / "control") == expected[1]
+    assert expected[0][1]["data_sha256"] == expected[1][1]["data_sha256"]
+
+
+def test_metrics_after_the_checkpoint_are_dropped_when_a_run_died(tmp_path, recipe, monkeypatch):
+    distill(recipe, tmp_path / "straight")
+    original = Loop._step
+
+    def dies(self, *args, **kwargs):
+        if self.at.step == 7:
+            raise MemoryError  # no checkpoint at this step, the newest is of step 6
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Loop, "_step", dies)
+    with pytest.raises(MemoryError):
+        distill(recipe, tmp_path / "died")
+    monkeypatch.setattr(Loop, "_step", original)
+    half = tmp_path / "died" / "checkpoints" / "step-7"
+    half.mkdir()  # what a kill during a save leaves at worst: a folder that is not whole
+    distill(recipe, tmp_path / "died", resume=True)
+    assert run_states(tmp_path / "died") == run_states(tmp_path / "straight")
+
+
+def test_checkpoints_rotate_by_number(tmp_path, pair):
+    _, student = pair
+    optimizer = torch.optim.AdamW(parameter_groups(student, trainable_names(student, "converted", (1,)), 0.0))
+    for step in (900, 1000, 1100):
+        checkpoint.save(tmp_path, step, model=student, names=set(), optimizer=optimizer, state={}, keep=2)
+    assert [p.name for p in checkpoint.existing(tmp_path)] == ["step-1000", "step-1100"]
+    assert not (tmp_path / "step-900").exists()
+
+
+def test_the_control_moves_the_same_layers_and_nothing_else(tmp_path, recipe):
+    distill(recipe, tmp_path / "run")
+    control(tmp_path / "run")
+    teacher = dict(load_model(recipe.teacher.model).named_parameters())
+    trained = dict(load_model(str(tmp_path / "run" / "control" / "export")).named_parameters())
+    moved = {name for name, p in trained.items() if not torch.equal(p, teacher[name])}
+    assert moved and all(n.startswith(("model.layers.1.attn.", "model.layers.2.attn.")) for n in moved)
+
+
+def test_evidence_arrives_at_its_end_and_learned_evidence_moves(tmp_path, teacher_folder):
+    distill(make_recipe(teacher_folder), tmp_path / "schedule")
+    student = load_model(str(tmp_path / "schedule" / "export"))
+    assert torch.equal(student.model.layers[1].attn.evidence, torch.ones(2))
+    learned = make_recipe(teacher_folder, "phases.0.evidence={start: 0, end: 0.5, over: 0.5, learn: true}")
+    distill(learned, tmp_path / "learned")
+    evidence = load_model(str(tmp_path / "learned" / "export")).model.layers[1].attn.evidence
+    assert bool((evidence != 0.5).all()) and bool(((evidence - 0.5).abs() < 0.2).all())
+
+
+def test_a_run_refuses_another_recipe_and_a_directory_in_use(tmp_path, recipe, teacher_folder):
+    distill(recipe, tmp_path / "run")
+    with pytest.raises(UserError, match="not empty"):
+        distill(recipe, tmp_path / "run")
+    with pytest.raises(UserError, match=r"recipe\.yaml"):
+        distill(make_recipe(teacher_folder, "phases.0.lr=1e-4"), tmp_path / "run", resume=True)
+    with pytest.raises(UserError, match="no run directory"):
+        control(tmp_path)
