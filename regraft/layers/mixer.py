@@ -64,13 +64,16 @@ class ShortConvolution(nn.Module):
         else:
             last = lengths[:, None] + torch.arange(keep, device=x.device)  # [B, keep]
             new_state = x.gather(-1, last[:, None].expand(-1, x.shape[1], -1))
-        y = F.conv1d(x, self.weight, groups=x.shape[1])
-        if cu_seqlens is not None:
-            # The first `keep` tokens of a document have seen the one before; take that back.
+        if cu_seqlens is None:
+            y = F.conv1d(x, self.weight, groups=x.shape[1])
+        else:  # tap by tap, so that a document's first tokens see nothing of the one before
             position = torch.arange(T, device=x.device) - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
-            for lag in range(1, keep + 1):
-                before = x[..., keep - lag : keep - lag + T] * (position < lag)
-                y = y - self.weight[:, 0, keep - lag, None] * before
+            taps = (
+                self.weight[:, 0, keep - lag, None]
+                * x[..., keep - lag : keep - lag + T].where(position >= lag, 0)
+                for lag in range(keep + 1)
+            )
+            y = torch.stack(list(taps)).sum(0)
         return F.silu(y).transpose(1, 2), new_state
 
 
