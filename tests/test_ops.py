@@ -220,14 +220,18 @@ def test_packed_documents_equal_separate_ones(family: str, transition: str, back
 
 
 def gated_delta_net(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Gated DeltaNet as its paper writes it: `S = S a (I - beta k kT) + beta v kT`, one token at a time."""
+    """Gated DeltaNet as its paper writes it: `S = S a (I - beta k kT) + beta v kT`, one token at a time.
+
+    With `g` per channel, `[B,T,H,D]`, it is KDA.
+    """
     B, T, H, D = q.shape
     S = q.new_zeros(B, H, v.shape[-1], D)
     eye = torch.eye(D, dtype=q.dtype)
     outputs = []
     for t in range(T):
         b, kt = beta[:, t, :, None, None], k[:, t]
-        S = S @ (g[:, t].exp()[..., None, None] * (eye - b * kt[..., None] * kt[..., None, :]))
+        decay = g[:, t].exp().reshape(B, H, 1, -1)
+        S = (decay * S) @ (eye - b * kt[..., None] * kt[..., None, :])
         S = S + b * v[:, t][..., None] * kt[..., None, :]
         outputs.append((S @ q[:, t][..., None]).squeeze(-1))
     return torch.stack(outputs, dim=1) * D**-0.5
@@ -258,6 +262,16 @@ def test_evidence_zero_is_gated_deltanet(family: str, backend: str, floor: float
     if family == "dense":
         assert state is not None and state[1] is not None
         torch.testing.assert_close(state[1], torch.eye(4, dtype=o.dtype).expand_as(state[1]), **TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunk"])
+def test_reset_with_a_decay_per_channel_is_kda(backend: str) -> None:
+    x = make_problem(60, G=1, channel_decay=True)
+    o, _ = kalman_delta_rule(
+        x["q"], x["k"], x["v"], x["g"], x["obs_var"], x["process_var"], covariance="reset", backend=backend
+    )
+    beta = 1 / (1 + x["obs_var"].squeeze(-1))
+    torch.testing.assert_close(o, gated_delta_net(x["q"], x["k"], x["v"], x["g"], beta), **TOLERANCE)
 
 
 def test_floor_acts_on_the_covariance_alone() -> None:
