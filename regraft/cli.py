@@ -55,6 +55,11 @@ Resume = Annotated[
     typer.Option("--resume", help="Go on from the newest checkpoint.", rich_help_panel=TO_FILES),
 ]
 
+Revision = Annotated[str | None, typer.Option(help="Hub branch, tag or commit.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read a `.bin` where there are no safetensors; weights only.")
+]
+
 
 def _print_version(asked: bool) -> None:
     if asked:
@@ -87,8 +92,16 @@ def convert(
         Path | None, typer.Option(metavar="DIR", help="Where the student goes.", rich_help_panel=TO_FILES)
     ] = None,
     to: Annotated[
-        Literal["bayesian"], typer.Option(help="The mixer put in.", rich_help_panel=TO_STUDENT)
+        str, typer.Option(help="The mixer put in.", metavar="TARGET", rich_help_panel=TO_STUDENT)
     ] = "bayesian",
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYER=TARGET",
+            help="Another mixer for one of the layers; may be repeated.",
+            rich_help_panel=TO_STUDENT,
+        ),
+    ] = None,
     noise_groups: Annotated[
         int, typer.Option(min=1, help="Noise groups of value columns.", rich_help_panel=TO_STUDENT)
     ] = 1,
@@ -105,7 +118,8 @@ def convert(
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Number format.", rich_help_panel=TO_STUDENT)
     ] = "float32",
-    revision: Annotated[str | None, typer.Option(help="Hub branch, tag or commit.")] = None,
+    revision: Revision = None,
+    allow_pickle: AllowPickle = False,
     tolerance: Annotated[
         float,
         typer.Option(
@@ -121,19 +135,62 @@ def convert(
     if out is None and not dry_run:
         raise UserError("--out", "is missing.", "name the student's directory, or pass --dry-run.")
     from regraft.convert import convert as run
+    from regraft.convert.targets import parse_targets
 
     run(
         model,
         layers=layers,
         out=out,
         to=to,
+        targets=parse_targets(target or ()),
         noise_groups=noise_groups,
         process_match=process_match,
         dtype=dtype,
         revision=revision,
+        allow_pickle=allow_pickle,
         tolerance=tolerance,
         dry_run=dry_run,
         overwrite=overwrite,
+    )
+
+
+@app.command(epilog="Example: regraft verify student --teacher embedded")
+def verify(
+    student: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a converted model.")],
+    teacher: Annotated[str, typer.Option(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")],
+    revision: Revision = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Number format of both.", rich_help_panel=TO_CHECK)
+    ] = "float32",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Largest logit difference; 1e-4 in float32, 0.25 in bfloat16 if not given.",
+            rich_help_panel=TO_CHECK,
+        ),
+    ] = None,
+    length: Annotated[
+        int, typer.Option(help="Tokens of the longest sequence.", rich_help_panel=TO_CHECK)
+    ] = 1025,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the certificate here.", rich_help_panel=TO_FILES),
+    ] = None,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Compare a student with its teacher in every way of running them; exit 3 where they differ."""
+    from regraft.convert import verify as run
+
+    run(
+        student,
+        teacher=teacher,
+        revision=revision,
+        dtype=dtype,
+        tolerance=tolerance,
+        length=length,
+        out=out,
+        allow_pickle=allow_pickle,
     )
 
 

@@ -183,7 +183,7 @@ MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no short convolution": (lambda f: edit_config(f, use_short_conv=False), "use_short_conv"),
     "heads": (lambda f: edit_config(f, num_v_heads=3), "num_v_heads"),
-    "negative eigenvalues": (lambda f: edit_config(f, allow_neg_eigval=True), "layers 1"),
+    "negative eigenvalues": (lambda f: edit_config(f, allow_neg_eigval=True), "layer 1: has write strengths"),
     "layer too many": (lambda f: edit_config(f, num_hidden_layers=5), "model.layers.4.attn.A_log is missing"),
     "a count that is text": (lambda f: edit_config(f, num_heads="two"), "num_heads"),
     "a negative width": (lambda f: edit_config(f, hidden_size=-32), "hidden_size"),
@@ -330,6 +330,103 @@ def test_what_travels_along(regraft, teacher, tmp_path) -> None:
         assert (tmp_path / "s" / name).read_bytes() == (folder / name).read_bytes()
     assert json.loads((tmp_path / "s" / "generation_config.json").read_text())["max_length"] == 77
     assert not (tmp_path / "s" / "tokenizer_code.py").exists()
+
+
+def test_pickled_weights_only_when_asked_for(regraft, tmp_path) -> None:
+    folder = write_teacher(tmp_path / "t")
+    expected = load_model(str(folder))(tokens(97, 1, 9)).logits
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    code, _, err = regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s")
+    assert code == 2 and "--allow-pickle" in err
+    arguments = ("convert", folder, "--layers", 1, "--out", tmp_path / "s", "--allow-pickle")
+    assert regraft(*arguments, "--dry-run")[0] == regraft(*arguments)[0] == 0
+    torch.testing.assert_close(load_model(str(tmp_path / "s"))(tokens(97, 1, 9)).logits, expected)
+    torch.save({"model": print, "weights": tensors}, folder / "pytorch_model.bin")  # needs code to load
+    code, _, err = regraft(*arguments, "--overwrite")
+    assert code == 2 and "pytorch_model.bin: cannot be read as plain weights" in err
+
+
+def test_a_hub_id_goes_through_huggingface_hub(regraft, tmp_path, monkeypatch) -> None:
+    import huggingface_hub
+
+    folder, asked = write_teacher(tmp_path / "t"), []
+
+    def download(model: str, **settings: Any) -> str:
+        asked.append((model, settings["revision"], settings["allow_patterns"]))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    code, out, _ = regraft("convert", "some/model", "--revision", "v1", "--layers", 1, "--dry-run")
+    assert code == 0 and "evidence" in out
+    assert asked[0][:2] == ("some/model", "v1")
+    assert not any("bin" in pattern or ".py" in pattern for pattern in asked[0][2])
+    code, _, err = regraft("convert", folder, "--revision", "v1", "--layers", 1, "--dry-run")
+    assert code == 2 and "is a folder and has none" in err
+
+
+def test_without_a_network_a_hub_id_is_one_message(regraft, monkeypatch) -> None:
+    import huggingface_hub
+
+    def download(*_: Any, **__: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    code, _, err = regraft("convert", "some/model", "--layers", 1, "--dry-run")
+    assert code == 2 and "HF_HUB_OFFLINE" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verify_as_a_verb(dtype: str, regraft, tmp_path) -> None:
+    folder = write_teacher(tmp_path / "t")
+    assert regraft("convert", folder, "--layers", "1,3", "--out", tmp_path / "s")[0] == 0
+    arguments = ("--teacher", folder, "--dtype", dtype, "--length", 300, "--out", tmp_path / "v.json")
+    code, out, err = regraft("verify", tmp_path / "s", *arguments)
+    assert code == 0, err
+    certificate = json.loads((tmp_path / "v.json").read_text())
+    names = {
+        "length_1",
+        "length_63",
+        "length_64",
+        "length_65",
+        "length_300",
+        "chunked_prefill",
+        "step_by_step",
+    }
+    assert set(certificate["checks"]) >= names | {"left_padded", "right_padded", "greedy"}
+    assert certificate["dtype"] == dtype and certificate["passed"]
+    assert {i: row["exact"] for i, row in certificate["layers"].items()} == {"1": True, "3": True}
+    assert out.count("exact copy") == 2
+    assert certificate["student_sha256"] == hash_directory(tmp_path / "s")
+    edit_tensors(tmp_path / "s", lambda t: t["model.layers.3.attn.obs_log_scale"].fill_(-3))
+    code, out, err = regraft("verify", tmp_path / "s", *arguments)
+    assert code == 3 and "too large" in out and "tolerance" in err and out.count("not a copy") == 1
+    certificate = json.loads((tmp_path / "v.json").read_text())
+    assert not certificate["passed"] and not certificate["layers"]["3"]["exact"]
+
+
+def test_verify_refuses_what_it_cannot_compare(regraft, tmp_path) -> None:
+    folder, other = write_teacher(tmp_path / "t"), write_teacher(tmp_path / "o", vocab_size=96)
+    assert regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s")[0] == 0
+    assert "tokens and layers" in regraft("verify", tmp_path / "s", "--teacher", other)[2]
+    assert regraft("verify", tmp_path / "s", "--teacher", folder, "--length", 5)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "3=bayesian"], "layer 3 is not among the converted layers 1"),
+        (["--target", "1=hopfield"], "'hopfield' is unknown"),
+        (["--to", "hopfield"], "choose one of bayesian"),
+        (["--target", "bayesian"], "is not LAYER=TARGET"),
+        (["--target", "1=bayesian", "--target", "1=bayesian"], "names layer 1 again"),
+    ],
+)
+def test_wrong_targets(regraft, tmp_path, arguments, message) -> None:
+    folder = write_teacher(tmp_path / "t")
+    code, _, err = regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s", *arguments)
+    assert code == 2 and message in err
 
 
 def test_conversion_in_memory(teacher) -> None:

@@ -4,10 +4,11 @@ from regraft.convert.checkpoint import Checkpoint, open_checkpoint
 from regraft.convert.convert import convert, make_student
 from regraft.convert.export import export_model
 from regraft.convert.load import load_model, load_tokenizer
-from regraft.convert.verify import verify
+from regraft.convert.verify import compare, verify
 
 __all__ = [
     "Checkpoint",
+    "compare",
     "convert",
     "export_model",
     "load_model",

@@ -2,59 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from regraft.assets import austen
 from regraft.convert.checkpoint import Checkpoint, open_checkpoint
-from regraft.convert.export import export_model, write_certificate
-from regraft.convert.load import DTYPES, fill, load_tokenizer
-from regraft.convert.plan import Plan, make_plan, model_config, student_config
-from regraft.convert.verify import LENGTH, Certificate, verify
+from regraft.convert.export import export_model
+from regraft.convert.load import DTYPES, fill, graft
+from regraft.convert.plan import Plan, make_plan, model_config
+from regraft.convert.targets import choose_mixers, with_mixers
+from regraft.convert.verify import TOLERANCES, Certificate, compare, probe_text, write_certificate
 from regraft.errors import VerificationError
 from regraft.files import atomic_directory, hash_directory, refuse_existing
 from regraft.layers import BayesianLayer, RegraftForCausalLM
 from regraft.layers.mixers import inverse_softplus
-from regraft.recipes.selector import resolve_layers
 
-TOLERANCE = 1e-4
+TOLERANCE = TOLERANCES["float32"]
 _LEAST_MATCH = 0.01  # softplus has no zero; at evidence 0 the extra noise is absent anyway
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a conversion is asked to do, but for its files.
+
+    Args:
+        layers: indices, `every:N` or `last:N`.
+        to: target of these layers.
+        targets: layers among them that get another target.
+        noise_groups: groups of value columns with a noise of their own.
+        process_match: share by which extra process noise restores the teacher's write gain at evidence 1.
+    """
+
+    layers: str | Sequence[int]
+    to: str = "bayesian"
+    targets: Mapping[int, str] | None = None
+    noise_groups: int = 1
+    process_match: float = 0.0
+
+
+@dataclass(frozen=True)
 class Conversion:
-    """Teacher and verified student in float32, with what led to them."""
+    """A verified student in float32, with what led to it."""
 
     checkpoint: Checkpoint
     plan: Plan
-    layers: tuple[int, ...]
-    teacher: RegraftForCausalLM
+    choice: Choice
+    mixers: dict[int, dict[str, Any]]
     student: RegraftForCausalLM
     certificate: Certificate
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The converted layers."""
+        return tuple(self.mixers)
+
 
 def plan_conversion(
-    checkpoint: Checkpoint,
-    layers: str | Sequence[int],
-    *,
-    to: str,
-    noise_groups: int,
-    dtype: str,
-    headers_only: bool = False,
-) -> tuple[Plan, tuple[int, ...]]:
-    """What a conversion will do. `headers_only` reads no weights (see `model_config`).
+    checkpoint: Checkpoint, choice: Choice, *, dtype: str = "float32", headers_only: bool = False
+) -> tuple[Plan, dict[int, dict[str, Any]]]:
+    """What a conversion will do, and the new mixers. `headers_only` reads no weights (see `model_config`).
 
     Raises:
         UserError: a layer that does not exist or cannot be converted, or tensors that do not fit.
     """
     teacher = model_config(checkpoint, headers_only=headers_only)
-    chosen = resolve_layers(layers, teacher.num_hidden_layers)
-    config = student_config(teacher, chosen, {"kind": to, "noise_groups": noise_groups})
-    return make_plan(checkpoint, config, DTYPES[dtype]), chosen
+    mixers = choose_mixers(
+        teacher, choice.layers, to=choice.to, targets=choice.targets, noise_groups=choice.noise_groups
+    )
+    return make_plan(checkpoint, with_mixers(teacher, mixers), DTYPES[dtype]), mixers
 
 
 def make_student(
@@ -62,33 +81,33 @@ def make_student(
     layers: str | Sequence[int],
     *,
     to: str = "bayesian",
+    targets: Mapping[int, str] | None = None,
     noise_groups: int = 1,
     process_match: float = 0.0,
     revision: str | None = None,
+    allow_pickle: bool = False,
     tolerance: float = TOLERANCE,
 ) -> Conversion:
-    """Convert in memory and verify; both models are in float32.
+    """Convert in memory and verify, in float32; memory holds the weights once.
 
     Raises:
         UserError: wrong layers or a checkpoint that does not fit.
         VerificationError: the student's logits differ from the teacher's by more than `tolerance`.
     """
-    checkpoint = open_checkpoint(model, revision)
-    plan, chosen = plan_conversion(checkpoint, layers, to=to, noise_groups=noise_groups, dtype="float32")
+    checkpoint = open_checkpoint(model, revision, allow_pickle=allow_pickle)
+    choice = Choice(layers, to, targets, noise_groups, process_match)
+    plan, mixers = plan_conversion(checkpoint, choice)
     teacher = fill(checkpoint, make_plan(checkpoint, model_config(checkpoint), torch.float32))
-    student = fill(checkpoint, plan)
-    for layer in chosen:
+    student = graft(teacher, checkpoint, plan)
+    for layer in mixers:
         mixer = student.model.layers[layer].attn
         if isinstance(mixer, BayesianLayer):
             mixer.refresh.data.fill_(inverse_softplus(max(process_match, _LEAST_MATCH)))
-    certificate = verify(teacher, student, _probe_text(checkpoint, teacher), tolerance=tolerance)
+    ids = probe_text(checkpoint, teacher.config.vocab_size)
+    certificate = compare(teacher, student, ids, tolerance=tolerance)
     if not certificate.passed:
-        raise VerificationError(
-            f"logits of teacher and student differ by up to {certificate.worst:.3g}, tolerance {tolerance:g} "
-            f"(full sequence {certificate.full_sequence:.3g}, step by step {certificate.step_by_step:.3g}, "
-            f"left-padded {certificate.left_padded:.3g}); nothing was written"
-        )
-    return Conversion(checkpoint, plan, chosen, teacher, student, certificate)
+        raise VerificationError(f"{certificate.failure()}; nothing was written")
+    return Conversion(checkpoint, plan, choice, mixers, student, certificate)
 
 
 def convert(
@@ -97,10 +116,12 @@ def convert(
     layers: str,
     out: Path | None,
     to: str = "bayesian",
+    targets: Mapping[int, str] | None = None,
     noise_groups: int = 1,
     process_match: float = 0.0,
     dtype: str = "float32",
     revision: str | None = None,
+    allow_pickle: bool = False,
     tolerance: float = TOLERANCE,
     dry_run: bool = False,
     overwrite: bool = False,
@@ -113,10 +134,9 @@ def convert(
     """
     console = Console()
     if dry_run or out is None:
-        checkpoint = open_checkpoint(model, revision)
-        plan, _ = plan_conversion(
-            checkpoint, layers, to=to, noise_groups=noise_groups, dtype=dtype, headers_only=True
-        )
+        checkpoint = open_checkpoint(model, revision, allow_pickle=allow_pickle)
+        choice = Choice(layers, to, targets, noise_groups, process_match)
+        plan, _ = plan_conversion(checkpoint, choice, dtype=dtype, headers_only=True)
         # A table for reading and for grep: never cut to the width of a terminal.
         plan.print(Console(width=max(console.width, 160)), checkpoint)
         return
@@ -125,17 +145,21 @@ def convert(
         model,
         layers,
         to=to,
+        targets=targets,
         noise_groups=noise_groups,
         process_match=process_match,
         revision=revision,
+        allow_pickle=allow_pickle,
         tolerance=tolerance,
     )
     with atomic_directory(out, overwrite) as folder:
         write_student(done, folder, dtype)
     certificate = done.certificate
+    names = ", ".join(f"{layer} {(targets or {}).get(layer, to)}" for layer in done.layers)
     console.print(
-        f"layers {', '.join(map(str, done.layers))} of {model} are now {to}; largest logit difference "
-        f"{certificate.worst:.2g} (tolerance {tolerance:g}, logits up to {certificate.teacher_logits:.3g})"
+        f"converted layers of {model}: {names}; largest logit "
+        f"difference {certificate.worst:.2g} (tolerance {tolerance:g}, logits up to "
+        f"{certificate.teacher_logits:.3g})"
     )
     console.print(f"student: {out}\ncertificate: {out / 'verify.json'}", soft_wrap=True)
 
@@ -147,7 +171,7 @@ def write_student(done: Conversion, folder: Path, dtype: str = "float32") -> str
         cast_model(student, DTYPES[dtype])
     digest = export_model(student, folder, companions_from=done.checkpoint.path)
     teacher = hash_directory(done.checkpoint.path)
-    write_certificate(folder / "verify.json", done.certificate.to_dict(), teacher=teacher, student=digest)
+    write_certificate(folder / "verify.json", done.certificate, teacher=teacher, student=digest)
     return digest
 
 
@@ -157,13 +181,3 @@ def cast_model(model: RegraftForCausalLM, dtype: torch.dtype) -> None:
     for name, p in model.named_parameters():
         if not kept & set(name.split(".")):
             p.data = p.data.to(dtype)
-
-
-def _probe_text(checkpoint: Checkpoint, teacher: RegraftForCausalLM) -> torch.Tensor | None:
-    """A passage of built-in text in the teacher's tokens, if it has a tokenizer."""
-    if not any(checkpoint.path.glob("tokenizer*")):
-        return None
-    ids = load_tokenizer(checkpoint.name).encode(austen()[10_000:14_000], add_special_tokens=False)[:LENGTH]
-    if len(ids) < LENGTH or max(ids) >= teacher.config.vocab_size:
-        return None
-    return torch.tensor([ids])

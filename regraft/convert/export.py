@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-from regraft.files import hash_directory, write_json
+from regraft.files import hash_directory
 from regraft.layers import RegraftForCausalLM
 
 # Files that travel from the teacher unchanged.
@@ -40,8 +39,3 @@ def export_model(model: RegraftForCausalLM, out: Path, *, companions_from: Path)
             if file.is_file() and not file.name.endswith((".py", ".bin", ".pt", ".pkl")):
                 shutil.copyfile(file, out / file.name)
     return hash_directory(out)
-
-
-def write_certificate(path: Path, certificate: dict[str, Any], *, teacher: str, student: str) -> None:
-    """Write `verify.json`: the measured differences and the hashes of both models."""
-    write_json(path, {**certificate, "teacher_sha256": teacher, "student_sha256": student})

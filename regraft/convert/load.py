@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from regraft.convert.checkpoint import Checkpoint, open_checkpoint
-from regraft.convert.plan import Plan, make_plan, model_config
+from regraft.convert.plan import Entry, Plan, make_plan, model_config
 from regraft.errors import UserError
 from regraft.layers import RegraftForCausalLM
 from regraft.layers.mixers import Mixer
@@ -15,28 +17,31 @@ from regraft.layers.mixers import Mixer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(model: str, *, dtype: str = "float32", revision: str | None = None) -> RegraftForCausalLM:
+def load_model(
+    model: str, *, dtype: str = "float32", revision: str | None = None, allow_pickle: bool = False
+) -> RegraftForCausalLM:
     """A teacher in fla's format or a model that regraft exported, in our decoder, in eval mode.
 
     Args:
         model: `embedded`, a local folder or a Hub id.
         dtype: `float32` or `bfloat16`; noise parameters, `A_log` and `dt_bias` are float32 in both.
         revision: Hub branch, tag or commit.
+        allow_pickle: read `.bin` weights where there are no safetensors.
 
     Raises:
         UserError: the folder is not whole or not of a known form.
     """
-    checkpoint = open_checkpoint(model, revision)
+    checkpoint = open_checkpoint(model, revision, allow_pickle=allow_pickle)
     return fill(checkpoint, make_plan(checkpoint, model_config(checkpoint), DTYPES[dtype]))
 
 
-def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedTokenizerFast:
-    """The tokenizer of a checkpoint.
+def load_tokenizer(model: str | Path, *, revision: str | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer of a checkpoint, or of an opened folder.
 
     Raises:
         UserError: the folder has none that loads without running its code.
     """
-    path = open_checkpoint(model, revision).path
+    path = model if isinstance(model, Path) else open_checkpoint(model, revision).path
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -46,18 +51,30 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedToke
 @torch.no_grad()
 def fill(checkpoint: Checkpoint, plan: Plan) -> RegraftForCausalLM:
     """Build the planned model; each source tensor is read once and cast on its way in."""
-    with torch.device("meta"):
-        model = RegraftForCausalLM(plan.config)
-    by_source: dict[str, list[int]] = {}
-    for i, entry in enumerate(plan.entries):
+    by_source: dict[str, list[Entry]] = {}
+    for entry in plan.entries:
         if entry.source is not None:
-            by_source.setdefault(entry.source, []).append(i)
+            by_source.setdefault(entry.source, []).append(entry)
     state = {}
     for name, tensor in checkpoint.read(list(by_source)):
-        for i in by_source[name]:
-            entry = plan.entries[i]
+        for entry in by_source[name]:
             part = tensor if entry.rows is None else tensor[slice(*entry.rows)]
             state[entry.target] = part.to(entry.dtype, copy=True).contiguous()
+    return _assemble(plan, state, checkpoint)
+
+
+@torch.no_grad()
+def graft(teacher: RegraftForCausalLM, checkpoint: Checkpoint, plan: Plan) -> RegraftForCausalLM:
+    """Build the planned model around a loaded teacher: what is kept is the teacher's own memory, shared."""
+    kept = {entry.target for entry in plan.entries if entry.source is not None}
+    state = {name: t for name, t in teacher.state_dict().items() if name in kept}
+    return _assemble(plan, state, checkpoint)
+
+
+def _assemble(plan: Plan, state: dict[str, torch.Tensor], checkpoint: Checkpoint) -> RegraftForCausalLM:
+    """The model with these tensors, new ones at their start, and the folder's generation settings."""
+    with torch.device("meta"):
+        model = RegraftForCausalLM(plan.config)
     for entry in plan.new:
         state[entry.target] = _initial(model, entry.target).to(entry.dtype)
     model.load_state_dict(state, strict=False, assign=True)  # the plan was strict; a tied head is absent

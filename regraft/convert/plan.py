@@ -121,24 +121,6 @@ def _may_tie(checkpoint: Checkpoint, headers_only: bool) -> bool:
     return torch.equal(first, second)
 
 
-def student_config(teacher: RegraftConfig, layers: tuple[int, ...], mixer: dict[str, Any]) -> RegraftConfig:
-    """The teacher's configuration with the mixers of `layers` replaced.
-
-    Raises:
-        UserError: a layer writes with strengths up to 2, which no Kalman gain reaches.
-    """
-    if teacher.allow_neg_eigval:
-        reason = "write with strengths up to 2 (allow_neg_eigval), which no Kalman gain reaches."
-        raise UserError(f"layers {', '.join(map(str, layers))}", reason, "convert another teacher.")
-    V = teacher.value_dim
-    if V % mixer.get("noise_groups", 1):
-        reason = f"{mixer['noise_groups']} groups do not divide the value width {V}."
-        raise UserError("noise_groups", reason, f"choose a divisor of {V}.")
-    fields = teacher.to_dict()
-    fields["mixers"] = [mixer if i in layers else m for i, m in enumerate(teacher.mixers)]
-    return RegraftConfig(**fields)
-
-
 def make_plan(checkpoint: Checkpoint, config: RegraftConfig, dtype: torch.dtype) -> Plan:
     """Match the tensors of a folder with those of a model of this configuration.
 

@@ -1,87 +1,190 @@
-"""Does the student compute what its teacher computes? Measured, not assumed, before anything is written."""
+"""Does the student compute what its teacher computes? Measured, not assumed."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
+from regraft.assets import austen
+from regraft.convert.checkpoint import Checkpoint, open_checkpoint
+from regraft.convert.checks import LENGTH, checks, greedy_regret, layer_differences
+from regraft.convert.load import DTYPES, fill, load_tokenizer
+from regraft.convert.plan import make_plan, model_config
+from regraft.errors import UserError, VerificationError
+from regraft.files import hash_directory, write_json
 from regraft.layers import RegraftForCausalLM
 
-LENGTH = 193  # three chunks of 64 and one token more
-DECODED = 16
-PADDING = 7
+# Largest logit difference that counts as equal. In bfloat16 both models round after every operation, to 2^-8.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25}
+EXACT = {"float32": 1e-4, "bfloat16": 2**-6}  # of a layer's output, relative to its largest value
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Largest absolute logit difference of each check, in float32, and the tolerance they had to meet."""
+    """Largest absolute logit difference of each check, and the tolerance they had to meet."""
 
-    full_sequence: float
-    step_by_step: float
-    left_padded: float
+    checks: dict[str, float]
+    layers: dict[
+        int, dict[str, Any]
+    ]  # changed layers: mixer, relative difference of its output, exact or not
     teacher_logits: float  # largest magnitude, to judge the differences by
+    dtype: str
     tolerance: float
 
     @property
     def worst(self) -> float:
-        """The largest difference."""
-        return max(self.full_sequence, self.step_by_step, self.left_padded)
+        """The largest difference; a NaN if there is one."""
+        return float(torch.tensor(list(self.checks.values())).max())
 
     @property
     def passed(self) -> bool:
         """Whether every difference is within the tolerance; a NaN is not."""
-        return all(x <= self.tolerance for x in (self.full_sequence, self.step_by_step, self.left_padded))
+        return all(x <= self.tolerance for x in self.checks.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types, for `verify.json`."""
-        return {**asdict(self), "worst": self.worst, "passed": self.passed, "dtype": "float32"}
+        """Plain types, for `verify.json`; a value that is not finite becomes text."""
+        return {
+            "checks": {name: _plain(x) for name, x in self.checks.items()},
+            "layers": {
+                str(i): {**row, "difference": _plain(row["difference"])} for i, row in self.layers.items()
+            },
+            "teacher_logits": _plain(self.teacher_logits),
+            "dtype": self.dtype,
+            "tolerance": self.tolerance,
+            "worst": _plain(self.worst),
+            "passed": self.passed,
+        }
+
+    def failure(self) -> str:
+        """What did not hold, in one line."""
+        failed = {name: x for name, x in self.checks.items() if not x <= self.tolerance}
+        listed = ", ".join(f"{name} {x:.3g}" for name, x in failed.items())
+        return (
+            f"logits of teacher and student differ by up to {self.worst:.3g}, tolerance {self.tolerance:g} "
+            f"({listed})"
+        )
+
+    def print(self, console: Console) -> None:
+        """A table of the checks, then one of the changed layers."""
+        table = Table("check", "largest logit difference", "", box=None)
+        for name, x in self.checks.items():
+            table.add_row(name, f"{x:.2g}", "ok" if x <= self.tolerance else "too large")
+        console.print(table)
+        table = Table("layer", "mixer", "output difference", "start", box=None)
+        for i, row in self.layers.items():
+            start = "exact copy" if row["exact"] else "not a copy"
+            table.add_row(str(i), row["mixer"]["kind"], f"{row['difference']:.2g}", start)
+        console.print(table)
 
 
 @torch.no_grad()
-def verify(
-    teacher: RegraftForCausalLM, student: RegraftForCausalLM, ids: Tensor | None = None, *, tolerance: float
+def compare(
+    teacher: RegraftForCausalLM,
+    student: RegraftForCausalLM,
+    ids: Tensor | None = None,
+    *,
+    tolerance: float,
+    length: int = LENGTH,
 ) -> Certificate:
-    """Compare logits over a full sequence, step-by-step decoding and a left-padded batch.
+    """Run all checks on two models of one vocabulary.
 
     Args:
-        teacher, student: models of one vocabulary, in float32.
-        ids: `[B,T]` tokens to compare on, T > 17; random ones are added, or used alone.
+        teacher, student: models of one dtype.
+        ids: `[1,length]` tokens to compare on; random ones are added, or used alone.
         tolerance: largest logit difference that counts as equal.
+        length: tokens of the longest sequence, at least 193.
     """
-    vocab = teacher.config.vocab_size
-    random = torch.randint(vocab, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    ids = random if ids is None else torch.cat([ids[:, :LENGTH], random[:, : ids.shape[1]]])
-    expected = teacher(ids).logits
-    return Certificate(
-        full_sequence=_largest(student(ids).logits - expected),
-        step_by_step=_largest(_decode(student, ids) - _decode(teacher, ids)),
-        left_padded=_largest(_padded(student, ids) - _padded(teacher, ids)),
-        teacher_logits=_largest(expected),
-        tolerance=tolerance,
+    random = torch.randint(teacher.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = random if ids is None else torch.cat([ids[:, :length], random[:, : ids.shape[1]]])
+    differences, largest = {}, 0.0
+    for name, run in checks(ids.shape[1]).items():
+        long = name == f"length_{ids.shape[1]}"
+        rows = ids if long else ids[:, :LENGTH]
+        expected = run(teacher, rows).float()
+        differences[name] = float((run(student, rows).float() - expected).abs().max())
+        largest = float(expected.abs().max()) if long else largest
+    differences["greedy"] = greedy_regret(teacher, student, ids[:, :LENGTH])
+    dtype = str(teacher.model.embeddings.weight.dtype).removeprefix("torch.")
+    layers = {
+        i: {"mixer": student.config.mixers[i], "difference": x, "exact": x <= EXACT[dtype]}
+        for i, x in layer_differences(teacher, student, ids[:, :LENGTH]).items()
+    }
+    return Certificate(differences, layers, largest, dtype, tolerance)
+
+
+def verify(
+    student: str,
+    *,
+    teacher: str,
+    revision: str | None = None,
+    dtype: str = "float32",
+    tolerance: float | None = None,
+    length: int = LENGTH,
+    out: Path | None = None,
+    allow_pickle: bool = False,
+) -> Certificate:
+    """`regraft verify`: compare two folders and print, or also write, the certificate.
+
+    Args:
+        student: folder of a converted model.
+        teacher: `embedded`, a local folder or a Hub id; `revision` is its.
+        dtype: number format both are run in.
+        tolerance: largest logit difference that counts as equal; 1e-4 in float32, 0.25 in bfloat16.
+        length: tokens of the longest sequence.
+        out: file of the certificate.
+        allow_pickle: read a teacher's `.bin` weights.
+
+    Raises:
+        UserError: a folder that does not load, or two vocabularies.
+        VerificationError: a difference above the tolerance; the certificate is written all the same.
+    """
+    if length < LENGTH:
+        raise UserError("--length", f"{length} is too short for the checks.", f"give at least {LENGTH}.")
+    theirs, ours = open_checkpoint(teacher, revision, allow_pickle=allow_pickle), open_checkpoint(student)
+    models = [fill(c, make_plan(c, model_config(c), DTYPES[dtype])) for c in (theirs, ours)]
+    sizes = [(m.config.vocab_size, m.config.num_hidden_layers) for m in models]
+    if sizes[0] != sizes[1]:
+        reason = f"teacher and student have {sizes[0]} and {sizes[1]} tokens and layers."
+        raise UserError(student, reason, "name the teacher it was made from.")
+    certificate = compare(
+        *models,
+        probe_text(theirs, models[0].config.vocab_size, length),
+        tolerance=TOLERANCES[dtype] if tolerance is None else tolerance,
+        length=length,
     )
+    console = Console()
+    certificate.print(console)
+    if out is not None:
+        write_certificate(
+            out, certificate, teacher=hash_directory(theirs.path), student=hash_directory(ours.path)
+        )
+        console.print(f"certificate: {out}", soft_wrap=True)
+    if not certificate.passed:
+        raise VerificationError(certificate.failure())
+    return certificate
 
 
-def _largest(x: Tensor) -> float:
-    return float(x.abs().max())
+def write_certificate(path: Path, certificate: Certificate, *, teacher: str, student: str) -> None:
+    """Write `verify.json`: the measured differences and the hashes of both models."""
+    write_json(path, {**certificate.to_dict(), "teacher_sha256": teacher, "student_sha256": student})
 
 
-def _decode(model: RegraftForCausalLM, ids: Tensor) -> Tensor:
-    """Logits `[B,DECODED+1,vocab]` of the last tokens, taken one at a time after a prefill."""
-    out = model(ids[:, :-DECODED], use_cache=True, logits_to_keep=1)
-    logits = [out.logits]
-    for token in ids[:, -DECODED:].split(1, dim=1):
-        logits.append(model(token, cache=out.cache).logits)
-    return torch.cat(logits, dim=1)
+def probe_text(checkpoint: Checkpoint, vocab_size: int, length: int = LENGTH) -> Tensor | None:
+    """A passage of built-in text `[1,length]` in the tokens of a folder, if it has a tokenizer that fits."""
+    if not any(checkpoint.path.glob("tokenizer*")):
+        return None
+    text = austen()[10_000 : 10_000 + 16 * length]
+    ids = load_tokenizer(checkpoint.path).encode(text, add_special_tokens=False)[:length]
+    if len(ids) < length or max(ids) >= vocab_size:
+        return None
+    return torch.tensor([ids])
 
 
-def _padded(model: RegraftForCausalLM, ids: Tensor) -> Tensor:
-    """Logits of a batch whose rows hold 7, 14, ... padding tokens in front; padding itself is left out."""
-    B, T = ids.shape
-    lengths = torch.tensor([T - PADDING * (i + 1) for i in range(B)])
-    mask = (torch.arange(T) >= T - lengths[:, None]).long()
-    rows = torch.zeros_like(ids)
-    rows[mask.bool()] = torch.cat([row[:n] for row, n in zip(ids, lengths.tolist(), strict=True)])
-    return model(rows, attention_mask=mask).logits[mask.bool()]
+def _plain(x: float) -> float | str:
+    return x if x == x and abs(x) != float("inf") else str(x)
