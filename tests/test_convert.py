@@ -394,7 +394,7 @@ def test_verify_as_a_verb(dtype: str, regraft, tmp_path) -> None:
         "chunked_prefill",
         "step_by_step",
     }
-    assert set(certificate["checks"]) >= names | {"left_padded", "right_padded", "greedy"}
+    assert set(certificate["checks"]) >= names | {"left_padded", "right_padded", "packed", "greedy"}
     assert certificate["dtype"] == dtype and certificate["passed"]
     assert {i: row["exact"] for i, row in certificate["layers"].items()} == {"1": True, "3": True}
     assert out.count("exact copy") == 2
@@ -427,6 +427,56 @@ def test_wrong_targets(regraft, tmp_path, arguments, message) -> None:
     folder = write_teacher(tmp_path / "t")
     code, _, err = regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s", *arguments)
     assert code == 2 and message in err
+
+
+def test_every_target_starts_as_a_copy(regraft, tmp_path) -> None:
+    folder, out = write_teacher(tmp_path / "t", expand_v=2), tmp_path / "s"
+    targets = ["1=kdn-diagonal", "2=kdn-isotropic", "3=covariance-reset"]
+    words = [word for target in targets for word in ("--target", target)]
+    code, printed, err = regraft(
+        "convert", folder, "--layers", "0,1,2,3", *words, "--noise-groups", 2, "--out", out
+    )
+    assert code == 0, err
+    assert "0 bayesian, 1 kdn-diagonal, 2 kdn-isotropic, 3 covariance-reset" in " ".join(printed.split())
+    certificate = json.loads((out / "verify.json").read_text())
+    rows = certificate["layers"]
+    assert [rows[i]["mixer"].get("covariance") for i in "0123"] == [None, "diagonal", "isotropic", None]
+    assert rows["3"]["mixer"]["kind"] == "covariance_reset" and all(r["exact"] for r in rows.values())
+    model = load_model(str(out))
+    with torch.no_grad():
+        for layer in (0, 1, 2):
+            model.model.layers[layer].attn.evidence.fill_(1.0)
+    ids = tokens(97, 1, 100)
+    moved = (model(ids).logits - load_model(str(folder))(ids).logits).abs().max()
+    assert moved > 1e-2  # at evidence 1 they are filters of their own
+
+
+def test_a_teacher_with_doubled_write_strength_is_hosted(tmp_path) -> None:
+    """`allow_neg_eigval`: `beta = 2 sigmoid(b)`, against the plain recurrence of the layer."""
+    folder = write_teacher(tmp_path / "t", allow_neg_eigval=True, use_gate=False)
+    mixer = load_model(str(folder)).model.layers[0].attn
+    x = torch.randn(1, 70, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        q, k, v = (
+            conv(proj(x), None, None)[0].unflatten(-1, (2, 8))
+            for conv, proj in (
+                (mixer.q_conv1d, mixer.q_proj),
+                (mixer.k_conv1d, mixer.k_proj),
+                (mixer.v_conv1d, mixer.v_proj),
+            )
+        )
+        q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
+        beta = 2 * mixer.b_proj(x).sigmoid()
+        g = -mixer.A_log.exp() * torch.nn.functional.softplus(mixer.a_proj(x) + mixer.dt_bias)
+        S, outputs = torch.zeros(1, 2, 8, 8), []
+        for t in range(70):
+            S = S * g[:, t].exp()[..., None, None]
+            error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+            S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+            outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]) * 8**-0.5)
+        o = torch.stack(outputs, dim=1)
+        expected = mixer.o_proj(mixer.o_norm(o).flatten(2))
+        torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_conversion_in_memory(teacher) -> None:

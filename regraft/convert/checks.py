@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regraft.layers import RegraftForCausalLM
 
@@ -54,6 +54,12 @@ def _padded(left: bool) -> Run:
     return run
 
 
+def packed(model: RegraftForCausalLM, ids: Tensor) -> Tensor:
+    """The first row as three documents that do not see each other."""
+    cuts = torch.tensor([0, 50, 50 + CHUNK, ids.shape[1]], device=ids.device)
+    return model(ids[:1], cu_seqlens=cuts).logits
+
+
 def checks(length: int = LENGTH) -> dict[str, Run]:
     """The checks by name; `length` is that of the longest sequence, at least `LENGTH`."""
     lengths = sorted({1, CHUNK - 1, CHUNK, CHUNK + 1, length})
@@ -63,6 +69,7 @@ def checks(length: int = LENGTH) -> dict[str, Run]:
         "step_by_step": step_by_step,
         "left_padded": _padded(left=True),
         "right_padded": _padded(left=False),
+        "packed": packed,
     }
 
 
@@ -101,7 +108,7 @@ def layer_differences(
 
     pairs = zip(teacher.config.mixers, student.config.mixers, strict=True)
     changed = [i for i, (mine, theirs) in enumerate(pairs) if mine != theirs]
-    hooks = [teacher.model.layers[i].attn.register_forward_hook(record(i)) for i in changed]
+    hooks = [_mixer(teacher, i).register_forward_hook(record(i)) for i in changed]
     try:
         teacher(ids, logits_to_keep=1)
     finally:
@@ -109,7 +116,11 @@ def layer_differences(
             hook.remove()
     differences = {}
     for i in changed:
-        expected = teacher.model.layers[i].attn(inputs[i])[0].float()
-        got = student.model.layers[i].attn(inputs[i])[0].float()
+        expected = _mixer(teacher, i)(inputs[i])[0].float()
+        got = _mixer(student, i)(inputs[i])[0].float()
         differences[i] = float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
     return differences
+
+
+def _mixer(model: RegraftForCausalLM, layer: int) -> nn.Module:
+    return model.get_submodule(f"model.layers.{layer}.attn")

@@ -11,6 +11,9 @@ from regraft.recipes.selector import resolve_layers
 
 TARGETS: dict[str, dict[str, Any]] = {
     "bayesian": {"kind": "bayesian"},
+    "kdn-diagonal": {"kind": "bayesian", "covariance": "diagonal"},
+    "kdn-isotropic": {"kind": "bayesian", "covariance": "isotropic"},
+    "covariance-reset": {"kind": "covariance_reset"},
 }
 
 

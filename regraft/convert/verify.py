@@ -153,7 +153,8 @@ def verify(
         reason = f"teacher and student have {sizes[0]} and {sizes[1]} tokens and layers."
         raise UserError(student, reason, "name the teacher it was made from.")
     certificate = compare(
-        *models,
+        models[0],
+        models[1],
         probe_text(theirs, models[0].config.vocab_size, length),
         tolerance=TOLERANCES[dtype] if tolerance is None else tolerance,
         length=length,

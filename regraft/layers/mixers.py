@@ -96,9 +96,26 @@ class DeltaNet(Mixer):
 
 
 class GatedDeltaNet(ScalarDecay, DeltaNet):
-    """Gated DeltaNet: DeltaNet with scalar decay (paper 000 §3.1)."""
+    """Gated DeltaNet: DeltaNet with scalar decay (paper 000 §3.1).
+
+    With `allow_neg_eigval` its gain is `2 sigmoid(b)`, which no noise reaches: `obs_var` is then the number,
+    negative for gains above 1, that gives it where the covariance is held at the identity.
+    """
 
     kind = "gated_deltanet"
+
+    def add_design(self, config: RegraftConfig) -> None:
+        """As the classes it is made of."""
+        self.doubled = config.allow_neg_eigval
+        super().add_design(config)
+
+    def design(self, x: Tensor, k: Tensor) -> Design:
+        """`1 / (obs_var + |k|²)` is the gain along k."""
+        design = super().design(x, k)
+        if not self.doubled:
+            return design
+        norm = k.float().square().sum(-1)
+        return design._replace(obs_var=0.5 * (design.obs_var + norm) - norm)
 
 
 class KDA(ChannelDecay, DeltaNet):
@@ -161,6 +178,8 @@ class BayesianLayer(CovarianceReset):
 
     Settings:
         noise_groups: groups G of value columns with their own observation noise and covariance.
+        covariance: `dense`, the exact filter, or its `diagonal` or `isotropic` approximation (paper 002),
+            which at evidence 0 are the same Gated DeltaNet.
         obs_var_floor: lower bound of the observation noise in the covariance recursion (float32 needs one).
     """
 
@@ -175,9 +194,18 @@ class BayesianLayer(CovarianceReset):
     )
     float32_parameters = (*GatedDeltaNet.float32_parameters, *new_parameters)
 
-    def add_design(self, config: RegraftConfig, noise_groups: int = 1, obs_var_floor: float = 0.01) -> None:
+    def add_design(
+        self,
+        config: RegraftConfig,
+        noise_groups: int = 1,
+        covariance: Covariance = "dense",
+        obs_var_floor: float = 0.01,
+    ) -> None:
         """`evidence`, `process_log_scale`, `refresh`, each `[HV]`, and `process_proj [HV,d]`."""
         super().add_design(config, noise_groups)
+        if covariance not in ("dense", "diagonal", "isotropic"):
+            raise ValueError(f"covariance: {covariance!r} is not dense, diagonal or isotropic")
+        self.covariance = covariance
         HV = self.num_v_heads
         self.obs_var_floor = obs_var_floor
         self.evidence = nn.Parameter(torch.empty(HV))

@@ -85,6 +85,7 @@ Layers = Annotated[
     Discriminator(_listed),
 ]
 Shape = Literal["linear", "cosine"]
+Target = Literal["bayesian", "kdn-diagonal", "kdn-isotropic", "covariance-reset"]
 NeedleTask = Literal[
     "niah_single_1",
     "niah_single_2",
@@ -125,8 +126,11 @@ class Convert(Section):
 
     layers: Layers
     """Indices such as [1, 3] (from 0), `every:6` (the last layer of each six) or `last:4`."""
-    to: Literal["bayesian"] = "bayesian"
-    """The mixer put in: `bayesian`, the exact Kalman filter with a dense covariance."""
+    to: Target = "bayesian"
+    """The mixer put in: `bayesian`, the exact Kalman filter with a dense covariance; `kdn-diagonal` or
+    `kdn-isotropic`, the filter with a covariance of that form; `covariance-reset`, the filter without one."""
+    targets: Annotated[dict[Annotated[Index, Strict(False)], Target], Strict(False)] = {}
+    """Layers among these that get another mixer than `to`, such as {5: kdn-diagonal}."""
     noise_groups: Count = 1
     """Groups of value columns with an observation noise and a covariance of their own."""
     transition: Literal["scalar"] = "scalar"
