@@ -350,7 +350,7 @@ def test_hashes_follow_the_model_and_nothing_else(tmp_path) -> None:
 
 
 def test_targets_of_single_layers_survive_writing_out(tmp_path) -> None:
-    recipe = load_recipe("demo", ["convert.targets={2: kdn-diagonal}"])
-    assert recipe.convert.targets == {2: "kdn-diagonal"}
+    recipe = load_recipe("demo", ["convert.targets=[{layer: 2, to: kdn-diagonal}]"])
+    assert recipe.convert.targets[0].to == "kdn-diagonal"
     (tmp_path / "r.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(str(tmp_path / "r.yaml")) == recipe

@@ -93,7 +93,7 @@ def _begin(recipe: Recipe, out: Path, overwrite: bool, console: Console) -> None
         recipe.teacher.model,
         settings.layers,
         to=settings.to,
-        targets=settings.targets,
+        targets={t.layer: t.to for t in settings.targets},
         noise_groups=settings.noise_groups,
         process_match=settings.process_match,
         revision=recipe.teacher.revision,

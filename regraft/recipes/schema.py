@@ -121,6 +121,15 @@ class Teacher(Section):
     """Number format of teacher and student; noise parameters stay float32."""
 
 
+class LayerTarget(Section):
+    """A converted layer and its own mixer."""
+
+    layer: Index
+    """Index of the layer."""
+    to: Target
+    """The mixer put in."""
+
+
 class Convert(Section):
     """Which layers are replaced, by what, and how the replacement starts."""
 
@@ -129,8 +138,8 @@ class Convert(Section):
     to: Target = "bayesian"
     """The mixer put in: `bayesian`, the exact Kalman filter with a dense covariance; `kdn-diagonal` or
     `kdn-isotropic`, the filter with a covariance of that form; `covariance-reset`, the filter without one."""
-    targets: Annotated[dict[Annotated[Index, Strict(False)], Target], Strict(False)] = {}
-    """Layers among these that get another mixer than `to`, such as {5: kdn-diagonal}."""
+    targets: Annotated[tuple[LayerTarget, ...], Strict(False)] = ()
+    """Layers among these that get another mixer than `to`."""
     noise_groups: Count = 1
     """Groups of value columns with an observation noise and a covariance of their own."""
     transition: Literal["scalar"] = "scalar"
