@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regraft.ops.chunk import chunk_filter
 from regraft.ops.inputs import Covariance, State, check_values, join_groups, prepare
+from regraft.ops.precision import full_float32
 from regraft.ops.reference import reference_filter
 
 Backend = Literal["auto", "reference", "chunk"]
@@ -83,8 +84,8 @@ def kalman_delta_rule(
         check: look for values out of range; costs a wait for the device on an accelerator.
 
     Returns:
-        `o [B,T,H,V]` in the dtype of `v`, and the final state in the compute dtype (float32, or float64
-        if an input is float64), or None.
+        `o [B,T,H,V]` in the dtype of `v`, and the final state, or None. It is computed and the state kept in
+        float32 (float64 if an input is), without TF32 and autocast.
 
     Raises:
         ValueError: an argument has a wrong shape, values out of its range, or names an unknown family or
@@ -118,7 +119,7 @@ def kalman_delta_rule(
         raise ValueError("rotation: with per-channel decay or process noise only `reference` has it")
     few = q.shape[1] <= _SEQUENTIAL_UP_TO and cu_seqlens is None
     sequential = backend == "reference" or (backend == "auto" and (few or anisotropic))
-    with torch.autocast(q.device.type, enabled=False):  # covariance and gains never run in half precision
+    with torch.autocast(q.device.type, enabled=False), full_float32():
         o, mean, cov = reference_filter(x) if sequential else chunk_filter(x, chunk_size)
     o = o.flatten(3).to(v.dtype)
     return o, (join_groups(mean), cov) if output_final_state else None
