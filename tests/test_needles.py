@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -12,9 +13,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from regraft.assets import austen, teacher_dir
 from regraft.assets.haystack import PIECE_CHARS, Haystack, default_haystack, filler_haystack
-from regraft.assets.needles import TASKS, Needle, NeedleDocument, answer_text, make_document, words
+from regraft.assets.needles import ALL_TASKS as TASKS
+from regraft.assets.needles import (
+    GENERATOR_VERSION,
+    Needle,
+    NeedleDocument,
+    answer_text,
+    make_document,
+    words,
+)
+from regraft.assets.needles import TASKS as SIX
 from regraft.errors import UserError
 
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 ESSAY_TASKS = [name for name, task in TASKS.items() if task.haystack == "essay"]
 
 
@@ -141,7 +152,8 @@ def test_real_depth_is_within_a_sentence_of_the_requested(task, length, tokenize
 def test_every_prefix_is_balanced_over_deciles(task, tokenizer, haystack):
     asked: dict[int, Counter[int]] = {}
     real: Counter[int] = Counter()
-    for n, document in enumerate(documents(task, 1024, 35, tokenizer, haystack), start=1):
+    length = 1024 if TASKS[task].key_type == "words" else 4096  # a tenth must hold a sentence
+    for n, document in enumerate(documents(task, length, 35, tokenizer, haystack), start=1):
         order = {value: slot for slot, value in enumerate(sorted(document.answers))}
         assert len({int(x.requested_depth * 10) for x in document.needles if x.asked}) == len(order)
         real.update(needle.decile for needle in document.needles if needle.asked)
@@ -165,6 +177,25 @@ def test_a_document_does_not_depend_on_what_was_made_before(tokenizer, haystack)
     document = make_document("niah_single_2", 600, 3, seed=7, tokenizer=tokenizer, haystack=fresh)
     assert document == forward["niah_single_2", 600, 3]
     assert len({document.prompt for document in forward.values()}) == len(cells)
+
+
+def test_needles_between_needles_repeat_no_key_and_no_value(tokenizer, haystack):
+    for task in ("niah_multikey_2", "niah_multikey_3"):
+        text = documents(task, 1500, 1, tokenizer, haystack)[0].prompt
+        pairs = re.findall(r"for ([a-z0-9-]+) is: ([a-z0-9-]+)\.", text)
+        assert len(pairs) > 10
+        for column in zip(*pairs, strict=True):
+            assert len(set(column)) == len(pairs)
+
+
+def test_the_six_documents_have_not_changed_since_version_one(haystack):
+    """Whoever changes them raises `GENERATOR_VERSION`, and this digest with it."""
+    letters = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(ALPHABET))}, merges=[]))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain = PreTrainedTokenizerFast(tokenizer_object=letters)
+    made = [document.to_dict() for task in SIX for document in documents(task, 2000, 3, plain, haystack)]
+    digest = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
+    assert (GENERATOR_VERSION, digest[:16]) == (1, "b929a04bac853457")
 
 
 def test_seed_zero_is_a_seed_like_any_other(tokenizer, haystack):

@@ -6,28 +6,37 @@ import io
 import json
 import logging
 import math
+import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.models.huggingface import HFLM
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import regraft
 from regraft.assets import austen, teacher_dir
 from regraft.assets.haystack import Haystack
-from regraft.assets.needles import TASKS, answer_text
+from regraft.assets.needles import ALL_TASKS, GENERATOR_VERSION, TASKS, answer_text
 from regraft.errors import UserError
 from regraft.layers import RegraftConfig, RegraftForCausalLM
+from regraft.report.generate import Prompt, _shared, answer
 from regraft.report.lm import AnswersComplete, NeedleLM
-from regraft.report.niah import describe, evaluate
+from regraft.report.niah import Entrant, evaluate
 from regraft.report.report import terminal_table, write_report
+from regraft.report.shelf import Shelf
 from regraft.report.statistics import MEAN, bootstrap, differences, table, wilson
-from regraft.report.tasks import complete, found, make_documents
+from regraft.report.tasks import TASK_DIR, complete, dataset, describe, found, make_documents
 
 LENGTHS = [512, 1024]
 HAYSTACK = Haystack.from_text(austen()[:200_000])
@@ -178,7 +187,9 @@ def tiny(tokenizer) -> RegraftForCausalLM:
         vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_heads=2, head_dim=16,
         mixers=[{"kind": "gated_deltanet"}, {"kind": "bayesian", "noise_groups": 2}],
     )  # fmt: skip
-    return RegraftForCausalLM(config).eval()
+    model = RegraftForCausalLM(config).eval()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model
 
 
 def test_a_transformers_model_gives_the_same_records_at_any_batch_size(tiny, tokenizer):
@@ -192,7 +203,60 @@ def test_a_transformers_model_gives_the_same_records_at_any_batch_size(tiny, tok
     ]  # fmt: skip
     assert runs[0] == runs[1]
     assert len(runs[0]) == 4 and all(record["completion"] for record in runs[0])
-    assert ("tiny: generation", 4, 4) in ticks and ("documents", 2, 2) in ticks
+    assert ("documents", 2, 2) in ticks
+    assert ticks[-1][0] == "tiny: niah_single_2 at 240" and ticks[-1][1] == ticks[-1][2]
+
+
+def test_batches_shared_beginnings_and_lm_evals_own_loop_give_the_same_answers(tiny, tokenizer):
+    """The filler task shares long beginnings; wanted values come from what is written, so rows end early."""
+    cells = make_documents(["niah_single_1", "niah_multikey_1"], [400, 600], 4, seed=0, tokenizer=tokenizer)
+    flat = [document for cell in cells.values() for document in cell]
+    plain = HFLM(tiny, tokenizer=tokenizer, max_length=4096, batch_size=3)
+    args = {"until": [], "max_gen_toks": 24, "do_sample": False}
+    requests = [Instance("generate_until", {}, (d.model_input, args), i) for i, d in enumerate(flat)]
+    expected = plain.generate_until(requests, disable_tqdm=True)
+    wanted = [text.split()[2:3] if i % 2 else ["none"] for i, text in enumerate(expected)]
+    prompts = [
+        Prompt(tuple(tokenizer(d.model_input)["input_ids"]), tuple(values), 24)
+        for d, values in zip(flat, wanted, strict=True)
+    ]
+    assert _shared(prompts[:4]) >= 64
+    runs = [answer(tiny, tokenizer, prompts, batch_size=size) for size in (1, 3, 8)]
+    assert runs[0] == runs[1] == runs[2]
+    ended = 0
+    for text, full, values in zip(runs[0], expected, wanted, strict=True):
+        assert full.startswith(text) and all(found(v, text) == found(v, full) for v in values)
+        ended += len(text) < len(full)
+    assert ended
+
+
+def test_finished_cells_are_not_run_again(tokenizer, tmp_path):
+    calls: list[int] = []
+
+    class Counting(FakeLM):
+        def generate_until(self, requests):
+            calls.append(len(requests))
+            return super().generate_until(requests)
+
+    def run(samples: int, lengths: list[int], identity: str = "a") -> list[dict]:
+        entrant = Entrant(lambda: Counting(recent(900)), tokenizer, identity)
+        return evaluate(
+            {"m": entrant}, tasks=["niah_single_2"], lengths=lengths, samples=samples, haystack=HAYSTACK,
+            documents=Shelf(tmp_path / "documents"), finished=Shelf(tmp_path / "cells"),
+        )  # fmt: skip
+
+    first = run(3, [512])
+    assert calls == [3]
+    assert run(2, [512]) == first[:2] and calls == [3]  # the first of a longer set
+    more = run(5, [512, 600])
+    assert more[:3] == first and calls == [3, 2, 5]
+    assert run(5, [512, 600]) == more and calls == [3, 2, 5]
+    assert run(5, [512, 600], "b") == more and calls[3:] == [5, 5]  # other weights
+    run(1, [512], "")
+    assert calls[5:] == [1]  # nothing of a nameless model is kept
+    for file in (tmp_path / "cells").iterdir():
+        file.write_bytes(file.read_bytes()[:60])  # a damaged file counts as absent
+    assert run(5, [512, 600]) == more and calls[6:] == [5, 5]
 
 
 def test_a_prompt_without_room_is_refused_not_truncated(tiny, tokenizer):
@@ -336,3 +400,48 @@ def test_terminal_table_fits_a_hundred_columns(records):
     text = console.export_text()
     assert "…" not in text and "student - control" in text and "80-100%" in text
     assert len([line for line in text.splitlines() if line.startswith("│")]) == 5 * len(LENGTHS)
+
+
+@pytest.mark.slow
+def test_shipped_tasks_run_from_lm_evals_own_command_line_without_network(tokenizer, tmp_path):
+    """A Llama of the smallest size, so that nothing but lm-eval and transformers is at work."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=1, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import socket\n"
+        "def blocked(*_, **__):\n    raise OSError('no network in this test')\n"
+        "socket.socket.connect = socket.getaddrinfo = blocked\n"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(regraft.__file__).parents[1]}",
+        "REGRAFT_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf"),
+    }  # fmt: skip
+
+    command = [
+        sys.executable, "-m", "lm_eval", "run", "--model", "hf",
+        "--model_args", f"pretrained={tmp_path / 'model'},dtype=float32", "--device", "cpu",
+        "--include_path", str(TASK_DIR), "--tasks", "regraft_niah_single_1", "--log_samples",
+        "--metadata", json.dumps({"length": 400, "samples": 2}), "--output_path", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (file,) = (tmp_path / "out").rglob("samples_regraft_niah_single_1*.jsonl")
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    made = make_documents(["niah_single_1"], [400], 2, seed=0, tokenizer=tokenizer)["niah_single_1", 400]
+    assert [s["arguments"]["gen_args_0"]["arg_0"] for s in samples] == [d.model_input for d in made]
+    assert [s["doc"]["needles"][0]["depth"] for s in samples] == [d.needles[0].depth for d in made]
+    assert len(list((tmp_path / "cache" / "needles").iterdir())) == 1
+    with pytest.raises(UserError, match="prompts of 4096 tokens would be cut to 1024"):
+        dataset(task="niah_single_1", length=4096, pretrained=str(tmp_path / "model"))
+
+
+def test_shipped_tasks_have_the_generators_budgets():
+    for name, task in ALL_TASKS.items():
+        config = yaml.load((TASK_DIR / f"{name}.yaml").read_text(), yaml.BaseLoader)
+        assert config["task"] == f"regraft_{name}" and config["metadata"]["task"] == name
+        assert config["metadata"]["version"] == str(GENERATOR_VERSION)
+        assert config["generation_kwargs"]["max_gen_toks"] == str(task.new_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import textwrap
 from bisect import bisect_left, bisect_right
@@ -22,7 +23,6 @@ _SENTENCE_END = re.compile(
     r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Dr\.)(?<!St\.)(?<!Messrs\.)\s+"
     r"|(?<=[.!?][\"'\u201d\u2019)\]])\s+"  # the sentence ends inside a quotation or a bracket
 )
-_WORD = re.compile(r"\s*\S{1,16}")  # the last sentence is cut after a word, or inside an endless one
 _Counts = tuple[list[int], list[int]]
 
 
@@ -32,13 +32,15 @@ class Haystack:
     Args:
         sentences: pieces of text, none empty; needles go between them.
         separator: what joins them, a space or a newline.
+        longest_word: the last sentence is cut after a word, or inside a longer one after so many letters.
     """
 
-    def __init__(self, sentences: list[str], separator: str = " ") -> None:
+    def __init__(self, sentences: list[str], separator: str = " ", longest_word: int = 16) -> None:
         if not sentences:
             raise UserError("haystack", "it holds no text", "give a text with at least one word")
         self.sentences = sentences
         self.separator = separator
+        self._word = re.compile(rf"\s*\S{{1,{longest_word}}}")
         self._counts: WeakKeyDictionary[PreTrainedTokenizerFast, _Counts] = WeakKeyDictionary()
 
     @classmethod
@@ -46,6 +48,12 @@ class Haystack:
         """Split a text at sentence ends; white space becomes single spaces, no piece exceeds 240 letters."""
         flat = (" ".join(sentence.split()) for sentence in _SENTENCE_END.split(text))
         return cls([p for s in flat for p in textwrap.wrap(s, PIECE_CHARS, break_on_hyphens=False)])
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the text, which with a tokenizer decides every document."""
+        text = "\0".join([self.separator, *self.sentences])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _measured(self, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
         """Tokens of each sentence with its separator, and their running sum; encoded once per tokenizer."""
@@ -65,17 +73,19 @@ class Haystack:
         rounds, rest = divmod(before + max(0, budget), ends[-1])
         stop = rounds * n + bisect_right(ends, rest)
         left = before + budget - rounds * ends[-1] - (ends[stop % n] - counts[stop % n])
-        text, count = _cut(f"{self.separator}{self.sentences[stop % n]}", left, tokenizer)
+        text, count = _cut(f"{self.separator}{self.sentences[stop % n]}", left, tokenizer, self._word)
         order = [i % n for i in range(start, stop)]
         tail = ([text], [count]) if text else ([], [])
         return [self.sentences[i] for i in order] + tail[0], [counts[i] for i in order] + tail[1]
 
 
-def _cut(text: str, budget: int, tokenizer: PreTrainedTokenizerFast) -> tuple[str, int]:
+def _cut(
+    text: str, budget: int, tokenizer: PreTrainedTokenizerFast, words: re.Pattern[str]
+) -> tuple[str, int]:
     """Longest beginning of `text` in whole words and at most `budget` tokens, with its token count."""
     encoded = tokenizer(text, add_special_tokens=False)
     best = "", 0
-    for word in _WORD.finditer(text):
+    for word in words.finditer(text):
         token = encoded.char_to_token(word.end() - 1)
         if token is None:  # a character the tokenizer drops
             continue

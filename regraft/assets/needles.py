@@ -13,7 +13,7 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeAlias
 
 from transformers import BatchEncoding, PreTrainedTokenizerFast
@@ -42,12 +42,13 @@ class Task:
     """One RULER needle task; `new_tokens` is the generation budget that its documents leave free."""
 
     name: str
-    haystack: Literal["filler", "essay"]
+    haystack: Literal["filler", "essay", "needles"]
     n_keys: int
     n_values: int
     n_asked: int
     value_type: Literal["numbers", "uuids"]
     new_tokens: int
+    key_type: Literal["words", "uuids"] = "words"
 
 
 # A 7-digit number takes at most 8 tokens, a uuid at most 37, four numbers with their commas about 40.
@@ -61,6 +62,11 @@ TASKS: dict[str, Task] = {
         Task("niah_multiquery", "essay", 4, 1, 4, "numbers", 96),
         Task("niah_multivalue", "essay", 1, 4, 1, "numbers", 96),
     )
+}
+# The two whose haystack is needles itself: beyond small models, so nothing asks for them by itself.
+ALL_TASKS: dict[str, Task] = TASKS | {
+    "niah_multikey_2": Task("niah_multikey_2", "needles", 1, 1, 1, "numbers", 32),
+    "niah_multikey_3": Task("niah_multikey_3", "needles", 1, 1, 1, "uuids", 64, key_type="uuids"),
 }
 
 
@@ -157,21 +163,26 @@ def _decile(seed: int, task: Task, length: int, index: int, slot: int) -> int:
     return order[(index + shifts[slot]) % 10]
 
 
+def _key(task: Task, vocabulary: tuple[tuple[str, ...], ...], rng: random.Random) -> str:
+    if task.key_type == "uuids":
+        return _uuid(rng)
+    return "-".join(part[rng.randrange(len(part))] for part in vocabulary)
+
+
+def _value(task: Task, rng: random.Random) -> str:
+    return _uuid(rng) if task.value_type == "uuids" else str(rng.randrange(10**6, 10**7))
+
+
+def _uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
 def _draw_needles(
     task: Task, length: int, index: int, seed: int, split: Split, rng: random.Random
 ) -> list[Needle]:
     """Needles with distinct keys and values and the depths they are wanted at; the first keys are asked."""
-    adjectives, nouns = words(split)
-
-    def key() -> str:
-        return f"{adjectives[rng.randrange(len(adjectives))]}-{nouns[rng.randrange(len(nouns))]}"
-
-    def value() -> str:
-        if task.value_type == "uuids":
-            return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        return str(rng.randrange(10**6, 10**7))
-
-    keys, values = _distinct(key, task.n_keys), _distinct(value, task.n_keys * task.n_values)
+    keys = _distinct(partial(_key, task, words(split), rng), task.n_keys)
+    values = _distinct(partial(_value, task, rng), task.n_keys * task.n_values)
     needles = []
     for slot, text in enumerate(values):
         asked = slot // task.n_values < task.n_asked
@@ -179,6 +190,26 @@ def _draw_needles(
         wanted = (tenth + rng.random()) / 10
         needles.append(Needle(keys[slot // task.n_values], text, asked, wanted, wanted, 0))
     return needles
+
+
+def _needle_haystack(
+    task: Task, length: int, needles: list[Needle], split: Split, tokenizer: Tokenizer, rng: random.Random
+) -> Haystack:
+    """Needles nobody asks for, enough for `length` tokens, with other keys and values than the real ones."""
+    key, value = partial(_key, task, words(split), rng), partial(_value, task, rng)
+    cost = len(tokenizer(_needle_text(task, key(), value()), add_special_tokens=False)["input_ids"])
+    n = 2 * length // cost + 2  # the cost of one is only about that of the next
+    taken = {needle.key for needle in needles}, {needle.value for needle in needles}
+    keys, values = (
+        [new for new in _distinct(draw, n + len(needles)) if new not in old][:n]
+        for draw, old in zip((key, value), taken, strict=True)
+    )
+    sentences = [_needle_text(task, *pair) for pair in zip(keys, values, strict=True)]
+    return Haystack(sentences, separator="\n", longest_word=4)
+
+
+def _needle_text(task: Task, key: str, value: str) -> str:
+    return _NEEDLE.format(type=task.value_type, key=key, value=value)
 
 
 def _asked_keys(needles: list[Needle]) -> list[str]:
@@ -224,7 +255,7 @@ def _fit(
     """Prompt, answer prefix, needles as they lie and token count of a document that fills `length`."""
     head, question, prefix = _wordings(spec, _listing(_asked_keys(needles)))
     needles = sorted(needles, key=lambda needle: needle.requested_depth)
-    texts = [_NEEDLE.format(type=spec.value_type, key=n.key, value=n.value) for n in needles]
+    texts = [_needle_text(spec, n.key, n.value) for n in needles]
     costs = [len(ids) for ids in tokenizer([f" {t}" for t in texts], add_special_tokens=False)["input_ids"]]
     room = length - spec.new_tokens
     budget = room - len(tokenizer(f"{head}{question} {prefix}")["input_ids"]) - sum(costs)
@@ -282,23 +313,28 @@ def make_document(
     """Document number `index` of a task: a function of its arguments alone, whatever was made before.
 
     Args:
-        task: a name in `TASKS`.
+        task: a name in `ALL_TASKS`.
         length: tokens of prompt and generated answer together; filled to 98 % at least, never exceeded.
         index: from 0; any prefix of the indices has the asked needles' wanted tenths balanced to within one.
         seed: one seed for the whole document set; 0 is a seed like any other.
         tokenizer: a fast tokenizer; the special tokens it adds by itself are counted.
-        haystack: text of the essay tasks, Jane Austen by default; the filler task ignores it.
+        haystack: text of the essay tasks, Jane Austen by default; the other tasks ignore it.
         split: which half of the key words to draw from.
 
     Raises:
         UserError: unknown task, or a length too short for the needles.
     """
-    if task not in TASKS:
-        raise UserError("task", f"unknown needle task {task!r}", f"use one of {', '.join(TASKS)}")
-    spec = TASKS[task]
+    if task not in ALL_TASKS:
+        raise UserError("task", f"unknown needle task {task!r}", f"use one of {', '.join(ALL_TASKS)}")
+    spec = ALL_TASKS[task]
     rng = _generator(seed, task, length, index)
     needles = _draw_needles(spec, length, index, seed, split, rng)
-    hay = filler_haystack() if spec.haystack == "filler" else haystack or default_haystack()
+    if spec.haystack == "essay":
+        hay = haystack or default_haystack()
+    elif spec.haystack == "filler":
+        hay = filler_haystack()
+    else:
+        hay = _needle_haystack(spec, length, needles, split, tokenizer, rng)
     prompt, prefix, placed, n_tokens = _fit(spec, length, hay, needles, tokenizer, rng)
     asked = sorted((n for n in placed if n.asked), key=lambda n: _asked_keys(needles).index(n.key))
     answers = tuple(needle.value for needle in asked)  # by the question's order of keys, then the document's

@@ -93,8 +93,10 @@ NeedleTask = Literal[
     "niah_multikey_1",
     "niah_multiquery",
     "niah_multivalue",
+    "niah_multikey_2",
+    "niah_multikey_3",
 ]
-SIX_TASKS: tuple[NeedleTask, ...] = get_args(NeedleTask)
+SIX_TASKS: tuple[NeedleTask, ...] = get_args(NeedleTask)[:6]  # the last two are beyond small models
 
 
 class Section(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 
 from regraft.errors import UserError
-from regraft.report.tasks import Tick, complete
+from regraft.layers import RegraftForCausalLM
+from regraft.report.generate import Prompt, answer
+from regraft.report.tasks import complete
 
 
 class AnswersComplete(StoppingCriteria):
@@ -37,13 +40,15 @@ class AnswersComplete(StoppingCriteria):
 class NeedleLM(HFLM):
     """lm-eval's `HFLM` for needle documents: prompts are refused rather than truncated.
 
+    Our own decoder generates through `regraft.report.generate`, any other model through its `generate`.
+
     Args:
         model: any transformers causal LM whose `generate` takes left padding and an attention mask.
         tokenizer: its tokenizer; a text gets exactly the special tokens that the tokenizer adds by itself.
-        max_length: prompt and generated tokens together, whatever the model's config says.
+        max_length: prompt and generated tokens together; None is the model's own limit, for our decoder none.
         answers: the values wanted, by the text the model reads.
         batch_size: documents generated at once.
-        progress: called after each batch.
+        progress: called with the number of documents just answered.
     """
 
     def __init__(
@@ -51,11 +56,13 @@ class NeedleLM(HFLM):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerFast,
         *,
-        max_length: int,
+        max_length: int | None = None,
         answers: dict[str, list[str]],
         batch_size: int,
-        progress: Tick | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
+        if max_length is None and isinstance(model, RegraftForCausalLM):
+            max_length = 2**31  # a recurrent state has no end; its config only says what it was trained at
         super().__init__(
             pretrained=model,
             backend="causal",
@@ -63,13 +70,26 @@ class NeedleLM(HFLM):
             max_length=max_length,
             batch_size=batch_size,
         )
-        self._answers, self._progress = answers, progress
+        self.answers, self.progress = answers, progress
         self._rows: list[list[str]] = []
-        self._done = 0
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Greedy completions in the order of the requests."""
-        return super().generate_until(requests, disable_tqdm=disable_tqdm)
+        """Greedy completions in the order of the requests.
+
+        Raises:
+            UserError: a prompt and its budget exceed `max_length`; lm-eval would cut the prompt's beginning.
+        """
+        if not isinstance(self.model, RegraftForCausalLM):
+            return super().generate_until(requests, disable_tqdm=disable_tqdm)
+        texts = [request.args[0] for request in requests]
+        prompts = []
+        for text, ids, request in zip(texts, self.tokenizer(texts)["input_ids"], requests, strict=True):
+            budget = request.args[1]["max_gen_toks"]
+            self._refuse_truncation(len(ids), self.max_length - budget)
+            prompts.append(Prompt(tuple(ids), tuple(self.answers[text]), budget))
+        return answer(
+            self.model, self.tokenizer, prompts, batch_size=int(self.batch_size), progress=self.progress
+        )
 
     def tok_batch_encode(
         self,
@@ -81,17 +101,21 @@ class NeedleLM(HFLM):
         """Token ids and mask `[B,T]` of one batch, left-padded.
 
         Raises:
-            UserError: a prompt and its budget exceed `max_length`; lm-eval would cut the prompt's beginning.
+            UserError: as in `generate_until`.
         """
         ids, mask = super().tok_batch_encode(strings, padding_side)
-        if left_truncate_len is not None and ids.shape[1] > left_truncate_len:
+        if left_truncate_len is not None:
+            self._refuse_truncation(ids.shape[1], left_truncate_len)
+        self._rows = [self.answers[text] for text in strings]
+        return ids, mask
+
+    def _refuse_truncation(self, tokens: int, room: int) -> None:
+        if tokens > room:
             raise UserError(
                 "length",
-                f"a prompt of {ids.shape[1]} tokens leaves no room to generate within {self.max_length}",
-                "evaluate at a greater length; prompts are never truncated",
+                f"a prompt of {tokens} tokens leaves no room to generate within {self.max_length}",
+                "evaluate at shorter lengths, or a model that reads more; prompts are never truncated",
             )
-        self._rows = [self._answers[text] for text in strings]
-        return ids, mask
 
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
@@ -108,7 +132,6 @@ class NeedleLM(HFLM):
             use_cache=True,
             **kwargs | {"do_sample": False},
         )
-        self._done += len(context)
-        if self._progress:
-            self._progress("generation", self._done, len(self._answers))
+        if self.progress:
+            self.progress(len(context))
         return out

@@ -4,25 +4,49 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
 from regraft.assets.haystack import Haystack
-from regraft.assets.needles import GENERATOR_VERSION, TASKS, NeedleDocument
+from regraft.assets.needles import ALL_TASKS, TASKS, NeedleDocument
 from regraft.errors import UserError
-from regraft.report.tasks import Cell, Tick, found, make_documents, task_config, task_name
+from regraft.report.shelf import Shelf
+from regraft.report.tasks import (
+    Cell,
+    Tick,
+    describe,
+    document_key,
+    found,
+    make_documents,
+    task_config,
+    task_name,
+)
 
 Record = dict[str, Any]
 
 
+class Entrant(NamedTuple):
+    """A model to evaluate.
+
+    `model` is a transformers causal LM whose `forward` takes an attention mask with left padding, a ready
+    `lm_eval.api.model.LM`, or a function without arguments that loads either when it is needed.
+
+    `identity` is a hash of what decides its answers; without one nothing of it is stored.
+    """
+
+    model: Any
+    tokenizer: PreTrainedTokenizerFast
+    identity: str = ""
+
+
 def evaluate(
-    models: Mapping[str, tuple[Any, PreTrainedTokenizerFast]],
+    models: Mapping[str, Entrant | tuple[Any, PreTrainedTokenizerFast]],
     *,
     tasks: Sequence[str] = tuple(TASKS),
     lengths: Sequence[int],
@@ -30,20 +54,25 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 8,
     progress: Tick | None = None,
+    say: Callable[[str], None] | None = None,
     haystack: Haystack | None = None,
+    documents: Shelf | None = None,
+    finished: Shelf | None = None,
 ) -> list[Record]:
     """Greedy needle retrieval of every model on the same documents.
 
     Args:
-        models: (model, tokenizer) by name; a model is a transformers causal LM whose `forward` takes an
-            attention mask with left padding, or a ready `lm_eval.api.model.LM`. One tokenizer for all.
-        tasks: names in `regraft.assets.needles.TASKS`.
+        models: `Entrant`, or (model, tokenizer), by name. One tokenizer for all.
+        tasks: names in `regraft.assets.needles.ALL_TASKS`.
         lengths: tokens of prompt and generated answer together.
         samples: documents per (task, length), the first of a fixed sequence.
         seed: of the document set.
         batch_size: documents generated at once; completions do not depend on it.
-        progress: called as (what, done, total), see `progress_bar`.
+        progress: called as (what, done, total) in tokens read, see `progress_bar`.
+        say: called with one line per model: documents, seconds, documents per second.
         haystack: text of the essay tasks, Jane Austen by default.
+        documents: where document sets are kept.
+        finished: where finished cells are kept; what is there is not run again.
 
     Returns:
         Records by model, task, length, index: model, task, length, index, seed, needles (key, value, asked,
@@ -51,16 +80,17 @@ def evaluate(
         new_tokens (the generation budget), and what makes runs comparable: tokenizer, bos, generator.
 
     Raises:
-        UserError: models of different tokenizers, unknown tasks, lengths too short.
+        UserError: models of different tokenizers, unknown tasks, lengths too short or beyond a model.
     """
     if not models:
         raise UserError("models", "none given", "name at least one")
-    tokenizer = next(iter(models.values()))[1]
+    entrants = {name: Entrant(*model) for name, model in models.items()}
+    tokenizer = next(iter(entrants.values())).tokenizer
     header = describe(tokenizer)
-    for name, (_, other) in models.items():
-        if other is not tokenizer and describe(other) != header:
+    for name, entrant in entrants.items():
+        if entrant.tokenizer is not tokenizer and describe(entrant.tokenizer) != header:
             raise UserError(f"models.{name}", "its tokenizer is another", "compare models of one tokenizer")
-    documents = make_documents(
+    made = make_documents(
         list(tasks),
         list(lengths),
         samples,
@@ -68,42 +98,100 @@ def evaluate(
         tokenizer=tokenizer,
         haystack=haystack,
         progress=progress,
+        shelf=documents,
     )
     records = []
-    for name, (model, own_tokenizer) in models.items():
-        tick = functools.partial(_named, progress, name) if progress else None
-        completions = _complete(model, own_tokenizer, documents, batch_size, tick)
-        for cell, cell_documents in documents.items():
-            for document, text in zip(cell_documents, completions[cell], strict=True):
-                records.append({"model": name, **_record(document, text), **header})
+    for name, entrant in entrants.items():
+        keys = {
+            cell: {"model": entrant.identity, **document_key(cell, seed, header, haystack)} for cell in made
+        }
+        run = _Run(name, entrant, header, batch_size, progress, say)
+        for cell_records in run.cells(made, keys, finished if entrant.identity else None).values():
+            records += [{"model": name, **record} for record in cell_records]
     return records
 
 
-def _named(progress: Tick, model: str, what: str, done: int, total: int) -> None:
-    progress(f"{model}: {what}", done, total)
+class _Run:
+    """One model through all cells."""
 
+    def __init__(
+        self,
+        name: str,
+        entrant: Entrant,
+        header: Record,
+        batch_size: int,
+        progress: Tick | None,
+        say: Callable[[str], None] | None,
+    ) -> None:
+        self.name, self.entrant, self.header, self.batch_size = name, entrant, header, batch_size
+        self.progress, self.say = progress, say
+        self.total = self.done = 0  # tokens
+        self._lm: Any = None
 
-def describe(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """What makes two runs comparable: tokenizer hash, the BOS policy, the generator's version.
+    def cells(
+        self, made: dict[Cell, list[NeedleDocument]], keys: dict[Cell, Record], shelf: Shelf | None
+    ) -> dict[Cell, list[Record]]:
+        """Records of every cell; what the shelf has is taken from it, what it lacks is put there."""
+        kept = {cell: shelf.get(keys[cell])[: len(made[cell])] if shelf else [] for cell in made}
+        todo = {cell: documents[len(kept[cell]) :] for cell, documents in made.items()}
+        self.total = sum(document.n_tokens for documents in todo.values() for document in documents)
+        count = sum(map(len, todo.values()))
+        begin = time.perf_counter()
+        for cell, documents in todo.items():
+            if documents:
+                kept[cell] += self._answered(documents)
+                if shelf:
+                    shelf.put(keys[cell], kept[cell])
+        if self.say:
+            seconds = max(time.perf_counter() - begin, 1e-9)
+            stored = sum(map(len, kept.values())) - count
+            self.say(
+                f"{self.name}: {count} documents in {seconds:.1f} s, {count / seconds:.2f} documents/s, "
+                f"{self.total / seconds:,.0f} tokens/s"
+                + (f"; {stored} were finished before" if stored else "")
+            )
+        return kept
 
-    `bos` is what the tokenizer puts before a text by itself, an empty string for nothing; nothing is added or
-    removed beyond that.
+    def _answered(self, documents: list[NeedleDocument]) -> list[Record]:
+        mean = sum(document.n_tokens for document in documents) / len(documents)
+        what = f"{self.name}: {documents[0].task} at {documents[0].length:,}"
+        begun, answered = self.done, 0
 
-    Raises:
-        UserError: the tokenizer appends a token to a text, which no answer can follow.
-    """
-    ids, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
-    before = len(ids) - len(plain)
-    if ids[before:] != plain:
-        added = tokenizer.decode(ids[-1:])
-        raise UserError("tokenizer", f"it appends {added!r} to prompts", "switch its EOS off")
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    state.update(padding=None, truncation=None)  # set and unset by calls, no part of what a text becomes
-    return {
-        "tokenizer": hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16],
-        "bos": tokenizer.decode(ids[:before]),
-        "generator": GENERATOR_VERSION,
-    }
+        def tick(more: int) -> None:
+            nonlocal answered
+            answered += more
+            self.done = begun + round(answered * mean)
+            if self.progress:
+                self.progress(what, self.done, self.total)
+
+        tick(0)
+        with _guest():
+            completions = _complete(self._model(documents, tick), documents)
+        tick(len(documents) - answered)
+        return [
+            _record(document, text) | self.header
+            for document, text in zip(documents, completions, strict=True)
+        ]
+
+    def _model(self, documents: list[NeedleDocument], tick: Callable[[int], None]) -> Any:
+        """The model as lm-eval takes it, loaded once."""
+        from lm_eval.api.model import LM
+        from torch import nn
+
+        from regraft.report.lm import NeedleLM  # imported here: lm-eval takes seconds to import
+
+        if self._lm is None:
+            model = self.entrant.model
+            if not isinstance(model, LM | nn.Module):
+                model = model()
+            own = isinstance(model, LM)
+            self._lm = model if own else NeedleLM(
+                model, self.entrant.tokenizer, answers={}, batch_size=self.batch_size
+            )  # fmt: skip
+        if isinstance(self._lm, NeedleLM):
+            self._lm.answers = {document.model_input: list(document.answers) for document in documents}
+            self._lm.progress = tick
+        return self._lm
 
 
 def _record(document: NeedleDocument, completion: str) -> Record:
@@ -125,54 +213,23 @@ def _record(document: NeedleDocument, completion: str) -> Record:
         "completion": completion,
         "prompt_sha256": hashlib.sha256(document.model_input.encode()).hexdigest(),
         "n_tokens": document.n_tokens,
-        "new_tokens": TASKS[document.task].new_tokens,
+        "new_tokens": ALL_TASKS[document.task].new_tokens,
     }
 
 
-def _complete(
-    model: Any,
-    tokenizer: PreTrainedTokenizerFast,
-    documents: dict[Cell, list[NeedleDocument]],
-    batch_size: int,
-    progress: Tick | None,
-) -> dict[Cell, list[str]]:
-    """Completions of one model per cell, in the order of the documents, through lm-eval's own loop."""
-    # imported here: lm-eval takes seconds to import, which no other verb should pay
-    from lm_eval.api.model import LM
-    from lm_eval.evaluator import simple_evaluate
+def _complete(lm: Any, documents: list[NeedleDocument]) -> list[str]:
+    """Completions of one cell, in the order of the documents, through lm-eval's own loop."""
+    from lm_eval.evaluator import evaluate as run  # simple_evaluate lists all pip packages at every call
     from lm_eval.tasks import TaskManager
 
-    from regraft.report.lm import NeedleLM
-
-    flat = [document for cell in documents.values() for document in cell]
-    with _guest():
-        lm = model if isinstance(model, LM) else NeedleLM(
-            model,
-            tokenizer,
-            max_length=max(document.length for document in flat),
-            answers={document.model_input: list(document.answers) for document in flat},
-            batch_size=batch_size,
-            progress=progress,
-        )  # fmt: skip
-        results = simple_evaluate(
-            lm,
-            tasks=[task_config(cell) for cell in documents.values()],
-            task_manager=TaskManager(include_defaults=False),
-            log_samples=True,
-            bootstrap_iters=0,  # intervals are ours, by document
-            random_seed=None,  # generation is greedy: nothing to seed
-            numpy_random_seed=None,
-            torch_random_seed=None,
-        )
-    logged = {
-        cell: sorted(results["samples"][task_name(cell)], key=lambda sample: sample["doc_id"])
-        for cell in documents
-    }
-    for cell, samples in logged.items():
-        sent = [sample["arguments"][0][0] for sample in samples]
-        if sent != [document.model_input for document in documents[cell]]:
-            raise RuntimeError(f"lm-eval sent other prompts than the documents of {cell}")
-    return {cell: [sample["resps"][0][0] for sample in samples] for cell, samples in logged.items()}
+    task = TaskManager(include_defaults=False).load([task_config(documents)])
+    results = run(lm, task, log_samples=True, bootstrap_iters=0)  # intervals are ours, by document
+    cell = documents[0].task, documents[0].length
+    samples = sorted(results["samples"][task_name(cell)], key=lambda sample: sample["doc_id"])
+    sent = [sample["arguments"][0][0] for sample in samples]
+    if sent != [document.model_input for document in documents]:
+        raise RuntimeError(f"lm-eval sent other prompts than the documents of {cell}")
+    return [sample["resps"][0][0] for sample in samples]
 
 
 @contextmanager
@@ -194,17 +251,18 @@ def _guest() -> Iterator[None]:
 
 @contextmanager
 def progress_bar() -> Iterator[Tick]:
-    """A rich bar on standard error, one line per thing being done, as the callback `evaluate` takes."""
+    """A rich bar on standard error with the time left, as the callback `evaluate` takes."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         lines: dict[str, Any] = {}
 
         def tick(what: str, done: int, total: int) -> None:
-            if what not in lines:
-                lines[what] = bar.add_task(what, total=total)
-            bar.update(lines[what], completed=done, total=total)
+            owner = what.partition(":")[0]  # one line a model, which says what it is at
+            if owner not in lines:
+                lines[owner] = bar.add_task(what, total=total)
+            bar.update(lines[owner], completed=done, total=total, description=what)
 
         yield tick

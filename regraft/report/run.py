@@ -16,7 +16,6 @@ from regraft.recipes import load_recipe
 from regraft.report.niah import evaluate, progress_bar
 from regraft.report.report import terminal_table, write_report
 
-
 MIN_COLUMNS = 100  # what the table needs; off a terminal rich takes 80 and would break names into letters
 
 

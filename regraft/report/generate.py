@@ -1,0 +1,158 @@
+"""Greedy answers of a recurrent decoder: like lengths together, shared beginnings read once, early ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import log
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from regraft.layers import MixerState, RegraftCache, RegraftForCausalLM
+from regraft.report.tasks import complete
+
+PREFILL_TOKENS = {
+    "cpu": 4096,
+    "cuda": 131_072,
+}  # read at once: what fits the processor's cache, or fills the GPU
+BLOCK = (
+    64  # shared beginnings end at whole chunks of the filter, which then sums in the same order either way
+)
+SPREAD = 1.1  # prompts of one batch differ in length by this factor at most
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids the model reads, the values wanted of it, and how many tokens it may write."""
+
+    ids: tuple[int, ...]
+    answers: tuple[str, ...]
+    new_tokens: int
+
+
+@torch.no_grad()
+def answer(
+    model: RegraftForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[Prompt],
+    *,
+    batch_size: int,
+    progress: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Greedy completions in the order of the prompts; a row ends at end-of-text, its budget or its answers.
+
+    Args:
+        model: in eval mode.
+        tokenizer: decodes what was written; its special tokens are left out of the text.
+        prompts: any mixture of lengths and budgets.
+        batch_size: rows decoded together.
+        progress: called with the number of prompts just answered.
+    """
+    texts = [""] * len(prompts)
+
+    def like(i: int) -> tuple[int, int]:
+        return prompts[i].new_tokens, int(log(len(prompts[i].ids)) / log(SPREAD))
+
+    # longest first: an estimate of the time left errs on the safe side; then by ids, so that neighbours share
+    order = sorted(range(len(prompts)), key=lambda i: (*like(i)[::-1], prompts[i].ids), reverse=True)
+    for _, alike in groupby(order, key=like):
+        rows = list(alike)
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            for i, text in zip(batch, _decode(model, tokenizer, [prompts[i] for i in batch]), strict=True):
+                texts[i] = text
+            if progress:
+                progress(len(batch))
+    return texts
+
+
+def _decode(model: RegraftForCausalLM, tokenizer: PreTrainedTokenizerFast, batch: list[Prompt]) -> list[str]:
+    """Completions of one batch; finished rows leave it, so that later steps cost less."""
+    cache, logits = _read(model, batch)
+    stops = _stop_ids(model, tokenizer)
+    written: list[list[int]] = [[] for _ in batch]
+    texts = [""] * len(batch)
+    rows = list(range(len(batch)))
+    for _ in range(batch[0].new_tokens):
+        tokens = logits.argmax(-1)  # [B]
+        keep = []
+        for place, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            if token in stops:
+                continue
+            written[row].append(token)
+            texts[row] = tokenizer.decode(written[row], skip_special_tokens=True)
+            if not all(complete(value, texts[row]) for value in batch[row].answers):
+                keep.append(place)
+        if not keep or len(written[rows[keep[0]]]) == batch[0].new_tokens:
+            break
+        if len(keep) < len(rows):
+            chosen = torch.tensor(keep, device=tokens.device)
+            cache.select(chosen)
+            tokens, rows = tokens[chosen], [rows[place] for place in keep]
+        logits = model(tokens[:, None], cache=cache, logits_to_keep=1).logits[:, -1]
+    return texts
+
+
+def _read(model: RegraftForCausalLM, batch: list[Prompt]) -> tuple[RegraftCache, Tensor]:
+    """State after every prompt and the logits `[B,vocab]` of its first new token."""
+    device = model.device
+    shared = _shared(batch) if len(batch) > 1 else 0
+    beginning: RegraftCache | None = None
+    if shared:
+        ids = torch.tensor([batch[0].ids[:shared]], device=device)
+        beginning = model.model(ids, use_cache=True).cache
+    longest = max(len(prompt.ids) for prompt in batch)
+    at_once = max(1, PREFILL_TOKENS.get(device.type, 4096) // longest)
+    caches, logits = [], []
+    for start in range(0, len(batch), at_once):
+        part = [prompt.ids[shared:] for prompt in batch[start : start + at_once]]
+        width = max(map(len, part))
+        ids = torch.tensor([(0,) * (width - len(row)) + row for row in part], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in part], device=device)
+        out = model(ids, mask, cache=_copies(beginning, len(part)), use_cache=True, logits_to_keep=1)
+        caches.append(out.cache)
+        logits.append(out.logits[:, -1])
+    return _joined(caches), torch.cat(logits)
+
+
+def _shared(batch: list[Prompt]) -> int:
+    """Tokens at the beginning of every prompt, in whole blocks, less than the shortest has."""
+    first, last = min(prompt.ids for prompt in batch), max(prompt.ids for prompt in batch)
+    shortest = min(len(prompt.ids) for prompt in batch) - 1
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), shortest)
+    return min(same, shortest) // BLOCK * BLOCK
+
+
+def _copies(cache: RegraftCache | None, rows: int) -> RegraftCache | None:
+    """A one-row state as `rows` equal rows, the original left alone."""
+    if cache is None:
+        return None
+    copy = RegraftCache(len(cache))
+    copy.states, copy.seen = list(cache.states), cache.seen
+    copy.batch_repeat_interleave(rows)
+    return copy
+
+
+def _joined(caches: list[RegraftCache]) -> RegraftCache:
+    """One state of all rows."""
+    if len(caches) == 1:
+        return caches[0]
+    joined = RegraftCache(len(caches[0]))
+    joined.seen = max(cache.seen for cache in caches)
+    for layer in range(len(joined)):
+        states = [state for cache in caches if (state := cache.states[layer]) is not None]
+        conv = tuple(torch.cat(parts) for parts in zip(*(state.conv for state in states), strict=True))
+        covs = [state.cov for state in states if state.cov is not None]
+        mean = torch.cat([state.mean for state in states])
+        joined.states[layer] = MixerState(conv, mean, torch.cat(covs) if covs else None)
+    return joined
+
+
+def _stop_ids(model: RegraftForCausalLM, tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """End-of-text tokens of the tokenizer and of the model's generation settings."""
+    own = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = own if isinstance(own, list) else [own]
+    return {token for token in (tokenizer.eos_token_id, *ids) if token is not None}
