@@ -51,12 +51,18 @@ version: 1
 teacher: {{model: {teacher}}}
 convert: {{layers: [1, 2], process_match: 0.3}}
 data:
-  source: {{kind: mix, parts: [{{weight: 1, source: {{kind: builtin}}}}, {{weight: 1, source: {{kind: needles}}}}]}}
+  source:
+    kind: mix
+    parts: [{{weight: 1, source: {{kind: builtin}}}}, {{weight: 1, source: {{kind: needles}}}}]
   seq_len: 288
   pack: false
 phases:
-  - {{name: match, losses: [{{kind: layer_nmse}}], tokens: 3456, batch_tokens: 576, micro_batch: 1, lr: 1e-2}}
-  - {{name: joint, losses: [{{kind: forward_kl}}, {{kind: boundary_mse}}], tokens: 3456, batch_tokens: 576, lr: 1e-3}}
+  - {{name: match, losses: [{{kind: layer_nmse}}], tokens: 3456, batch_tokens: 576, micro_batch: 1, lr: 0.01}}
+  - name: joint
+    losses: [{{kind: forward_kl}}, {{kind: boundary_mse}}]
+    tokens: 3456
+    batch_tokens: 576
+    lr: 1e-3
 checkpoint: {{every: 4, keep: 2}}
 """
     return parse_recipe(text, "test", overrides)
