@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from regraft.distill.data import Rows
 from regraft.layers import RegraftForCausalLM
 from regraft.recipes.schema import BoundaryMSE, CrossEntropy, ForwardKL, LayerNMSE
 
-HEAD_TOKENS = 2048  # tokens whose logits exist at once
+HEAD_TOKENS = 1024  # tokens whose logits exist at once
+Chunk = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden, other, head) of some tokens -> sum of losses
 
 
 @dataclass
@@ -192,27 +192,57 @@ def _kl(
 ) -> Tensor:
     assert teacher is not None and mine.final is not None and seen.final is not None
 
-    def chunk(h_s: Tensor, h_t: Tensor) -> Tensor:
+    def chunk(h_s: Tensor, h_t: Tensor, head: Tensor) -> Tensor:
         with torch.no_grad():
             reference = teacher.lm_head(h_t)
-        return forward_kl(student.lm_head(h_s), reference, temperature).sum()
+        return forward_kl(F.linear(h_s, head), reference, temperature).sum()
 
     predicts = rows.real[:, 1:]
-    return _over_tokens(chunk, mine.final[:, :-1][predicts], seen.final[:, :-1][predicts]) / max(1, targets)
+    h_s, h_t = mine.final[:, :-1][predicts], seen.final[:, :-1][predicts]
+    return _SumOverTokens.apply(chunk, h_s, h_t, student.lm_head.weight) / max(1, targets)
 
 
 def _cross_entropy(student: RegraftForCausalLM, mine: Trace, rows: Rows, targets: int) -> Tensor:
     assert mine.final is not None
 
-    def chunk(h: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(student.lm_head(h).float(), labels, reduction="sum")
+    def chunk(h: Tensor, labels: Tensor, head: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(h, head).float(), labels, reduction="sum")
 
     predicts = rows.real[:, 1:]
-    return _over_tokens(chunk, mine.final[:, :-1][predicts], rows.ids[:, 1:][predicts]) / max(1, targets)
+    h, labels = mine.final[:, :-1][predicts], rows.ids[:, 1:][predicts]
+    return _SumOverTokens.apply(chunk, h, labels, student.lm_head.weight) / max(1, targets)
 
 
-def _over_tokens(chunk: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """Sum of `chunk` over pieces of tokens; each piece's logits are made again in the backward pass."""
-    pieces = zip(a.split(HEAD_TOKENS), b.split(HEAD_TOKENS), strict=True)
-    sums = [checkpoint(chunk, x, y, use_reentrant=False) for x, y in pieces]
-    return torch.stack(sums).sum() if len(sums) > 0 else a.sum()
+class _SumOverTokens(torch.autograd.Function):
+    """Sum of a loss over pieces of tokens, each piece's gradient taken at once.
+
+    Only one piece's logits exist at a time, and none is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, chunk: Chunk, h: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+        wanted = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+        total = h.new_zeros((), dtype=torch.float32)
+        grad_h = torch.zeros_like(h)
+        grad_weight = torch.zeros_like(weight) if wanted[1] else None
+        weight = weight.detach().requires_grad_(wanted[1])
+        for start in range(0, len(h), HEAD_TOKENS):
+            piece = slice(start, start + HEAD_TOKENS)
+            with torch.set_grad_enabled(any(wanted)):
+                mine = h[piece].detach().requires_grad_(wanted[0])
+                loss = chunk(mine, other[piece], weight)
+            total += loss.detach()
+            if any(wanted):
+                inputs = [t for t in (mine, weight) if t.requires_grad]
+                grads = iter(torch.autograd.grad(loss, inputs))
+                if wanted[0]:
+                    grad_h[piece] = next(grads)
+                if grad_weight is not None:
+                    grad_weight += next(grads)
+        ctx.save_for_backward(grad_h, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, Tensor | None]:
+        grad_h, grad_weight = ctx.saved_tensors
+        return None, grads[0] * grad_h, None, None if grad_weight is None else grads[0] * grad_weight
