@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -85,7 +87,9 @@ def some_rows(rows=3, length=70, vocab=100, masked=()):
     real[1, 40:] = False
     for i in masked:
         real[i] = False
-    return Rows(ids, real)
+    first = torch.zeros_like(real)
+    first[:, 0] = True
+    return Rows(ids, real, first)
 
 
 def gradients(student, teacher, losses, pieces, whole, layers=(1, 2)):
@@ -148,11 +152,28 @@ def test_losses_do_not_see_padding(pair):
     teacher, student = pair
     set_evidence(student, 1.0)
     rows = some_rows()
-    changed = Rows(torch.where(rows.real, rows.ids, 7), rows.real)
+    changed = replace(rows, ids=torch.where(rows.real, rows.ids, 7))
     for loss in (*DISTILLATION, CrossEntropy()):
         first, _ = gradients(student, teacher, [loss], [rows], rows)
         second, _ = gradients(student, teacher, [loss], [changed], changed)
         assert first == pytest.approx(second, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [*DISTILLATION, CrossEntropy()], ids=lambda loss: loss.kind)
+def test_documents_that_share_a_row_count_as_if_apart(pair, loss):
+    teacher, student = pair
+    set_evidence(student, 0.7)
+    apart = some_rows(rows=4, length=30)
+    together = Rows(apart.ids.view(2, 60), apart.real.view(2, 60), apart.first.view(2, 60))
+    packed = together.to(torch.device("cpu"))
+    assert packed.cu_seqlens is not None and packed.targets == together.targets == apart.targets
+    first, expected = gradients(student, teacher, [loss], [apart], apart)
+    second, found = gradients(student, teacher, [loss], [packed], packed)
+    assert first == pytest.approx(second, rel=1e-5)
+    for name, g in found.items():
+        torch.testing.assert_close(
+            g, expected[name], rtol=1e-3, atol=1e-5 * float(expected[name].abs().max() + 1)
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
@@ -202,9 +223,10 @@ def test_weight_decay_touches_matrices_only(pair):
     assert moved == {n for n in names if n.endswith("_proj.weight") and "obs" not in n and "process" not in n}
 
 
-def test_rows_depend_on_the_seed_alone_and_a_position_can_be_restored(teacher_folder):
+@pytest.mark.parametrize("pack", [True, False])
+def test_rows_depend_on_the_seed_alone_and_a_position_can_be_restored(teacher_folder, pack):
     tokenizer = load_tokenizer(str(teacher_folder))
-    data = make_recipe(teacher_folder).data
+    data = make_recipe(teacher_folder, f"data.pack={str(pack).lower()}").data
     stream = RowStream(data, tokenizer)
     first = stream.take(5)
     position = json.loads(json.dumps(stream.state()))
@@ -216,6 +238,24 @@ def test_rows_depend_on_the_seed_alone_and_a_position_can_be_restored(teacher_fo
     assert torch.equal(restored.take(9).ids, rest.ids)
     other = RowStream(data.model_copy(update={"seed": 1}), tokenizer)
     assert not torch.equal(other.take(5).ids, first.ids)
+
+
+def test_packing_fills_rows_and_cuts_no_document_that_fits_one(tmp_path, teacher_folder):
+    tokenizer = load_tokenizer(str(teacher_folder))
+    texts = [f"{i} " + "word " * (5 * i) for i in range(1, 12)] + ["long " * 700]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    data = Data(source={"kind": "jsonl", "path": str(tmp_path / "docs.jsonl")}, seq_len=64)
+    rows = RowStream(data, tokenizer).take(40)
+    pieces = []
+    for ids, real, first in zip(rows.ids, rows.real, rows.first, strict=True):
+        starts = [*first.nonzero().flatten().tolist(), int(real.sum())]
+        pieces += [ids[a:b].tolist() for a, b in pairwise(starts)]
+    whole = {(*tokenizer.encode(t), tokenizer.eos_token_id) for t in texts[:-1]}
+    assert all(len(w) <= 64 for w in whole)
+    assert {tuple(p) for p in pieces if p[-1] == tokenizer.eos_token_id and len(p) < 64} >= whole
+    assert float(rows.real.float().mean()) > 0.8 and int(rows.first.sum()) > 40
+    alone = RowStream(data.model_copy(update={"pack": False}), tokenizer).take(40)
+    assert int(alone.first.sum()) == 40
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Training text: documents in an order that the seed alone decides, cut into rows of token ids.
 
-A row holds tokens of one document only, so nothing leaks from one document into another.
+Documents that share a row do not see each other: every state starts anew where one begins.
 """
 
 from __future__ import annotations
@@ -40,18 +40,35 @@ _OPENERS: dict[str, Callable[..., IO[str]]] = {".gz": gzip.open, ".xz": lzma.ope
 
 @dataclass(frozen=True)
 class Rows:
-    """`ids [R,T]` int64 and `real [R,T]` bool: padding stands at the end of a row."""
+    """Token ids `[R,T]` int64 with two bool masks `[R,T]`.
+
+    real: not padding, which stands at the end of a row. first: the first token of a document, or of its
+    piece in this row. cu_seqlens: `[N+1]`, where states start anew if R = 1 and documents share the row.
+    """
 
     ids: Tensor
     real: Tensor
+    first: Tensor
+    cu_seqlens: Tensor | None = None
 
     def split(self, rows: int) -> list[Rows]:
         """Micro-batches of at most `rows` rows."""
-        return [Rows(i, m) for i, m in zip(self.ids.split(rows), self.real.split(rows), strict=True)]
+        parts = (self.ids.split(rows), self.real.split(rows), self.first.split(rows))
+        return [Rows(*part) for part in zip(*parts, strict=True)]
 
     def to(self, device: torch.device) -> Rows:
-        """On another device."""
-        return Rows(self.ids.to(device), self.real.to(device))
+        """On another device, and as one long row with boundaries if documents share a row."""
+        moved = [t.to(device) for t in (self.ids, self.real, self.first)]
+        if not bool(self.first[:, 1:].any()):
+            return Rows(*moved)
+        ids, real, first = (t.reshape(1, -1) for t in moved)
+        starts = first[0].nonzero().squeeze(-1)
+        return Rows(ids, real, first, torch.cat([starts, starts.new_tensor([ids.shape[1]])]))
+
+    @property
+    def predicted(self) -> Tensor:
+        """`[R,T-1]`: whether the token after each is predicted, being real and of the same document."""
+        return self.real[:, 1:] & ~self.first[:, 1:]
 
     @property
     def tokens(self) -> int:
@@ -61,68 +78,75 @@ class Rows:
     @property
     def targets(self) -> int:
         """Tokens that some token before predicts."""
-        return int(self.real[:, 1:].sum())
+        return int(self.predicted.sum())
 
 
 class RowStream:
     """Endless rows of a recipe's data; its position is two numbers, so a run resumes exactly.
 
+    With `pack`, rows are filled with several documents; one that fits a row whole is never cut. Without it,
+    a document has rows of its own.
+
     Args:
         data: the recipe's data section.
-        tokenizer: the teacher's; adds its own special tokens never, the end-of-text token after a document.
+        tokenizer: the teacher's; it adds no special tokens, the end-of-text token follows each document.
 
     Raises:
-        UserError: a file is missing, empty or malformed, or the data set asks for what is not available.
+        UserError: a file is missing, empty or malformed, or a data set cannot be read.
     """
 
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerFast) -> None:
-        if data.pack:
-            fix = "set data.pack: false; each document then has rows of its own."
-            raise UserError("data.pack", "packing with state reset is not available yet.", fix)
-        self.seq_len, self.tokenizer = data.seq_len, tokenizer
+        self.seq_len, self.pack, self.tokenizer = data.seq_len, data.pack, tokenizer
         self._open = partial(documents, data.source, f"{data.seed}", tokenizer, data.seq_len)
-        self._documents = self._open()
-        self._rows: list[list[int]] = []
-        self._read = self._taken = 0  # documents opened; rows taken of the last one
+        self.restore({"documents": 0, "used": 0})
 
     def take(self, rows: int) -> Rows:
         """The next rows."""
         ids = torch.zeros(rows, self.seq_len, dtype=torch.long)
-        real = torch.zeros(rows, self.seq_len, dtype=torch.bool)
+        real, first = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+        first[:, 0] = True
         for i in range(rows):
-            row = self._next()
-            ids[i, : len(row)] = torch.tensor(row)
-            real[i, : len(row)] = True
-        return Rows(ids, real)
+            for start, piece in self._row():
+                ids[i, start : start + len(piece)] = torch.tensor(piece)
+                real[i, start : start + len(piece)] = True
+                first[i, start] = True
+        return Rows(ids, real, first)
 
     def state(self) -> dict[str, int]:
-        """Position in the data."""
-        return {"documents": self._read, "rows_of_last": self._taken}
+        """Position in the data: documents opened, and tokens used of the last one."""
+        return {"documents": self._opened, "used": self._used}
 
     def restore(self, state: dict[str, int]) -> None:
         """Go to a position that `state` gave."""
-        self._documents, self._rows, self._read, self._taken = self._open(), [], 0, 0
+        self._documents = self._open()
+        self._ids: list[int] = []
+        self._opened = self._used = 0
         if state["documents"]:
-            self._read = state["documents"] - 1
-            for _ in islice(self._documents, self._read):
+            self._opened = state["documents"] - 1
+            for _ in islice(self._documents, self._opened):
                 pass
-            self._cut_next()
-            self._taken = state["rows_of_last"]
+            self._next_document()
+            self._used = state["used"]
 
-    def _next(self) -> list[int]:
-        while self._taken == len(self._rows):
-            self._cut_next()
-        self._taken += 1
-        return self._rows[self._taken - 1]
+    def _row(self) -> Iterator[tuple[int, list[int]]]:
+        """Pieces of one row and where in it they start."""
+        filled = 0
+        while filled + MIN_TOKENS <= self.seq_len:
+            if len(self._ids) - self._used < MIN_TOKENS:
+                self._next_document()
+                continue
+            if filled and (not self.pack or filled + len(self._ids) > self.seq_len >= len(self._ids)):
+                return
+            piece = self._ids[self._used : self._used + self.seq_len - filled]
+            yield filled, piece
+            self._used += len(piece)
+            filled += len(piece)
 
-    def _cut_next(self) -> None:
-        """Tokenise one more document and cut it into rows."""
-        ids = self.tokenizer.encode(next(self._documents), add_special_tokens=False)
+    def _next_document(self) -> None:
+        self._ids = self.tokenizer.encode(next(self._documents), add_special_tokens=False)
         if self.tokenizer.eos_token_id is not None:
-            ids.append(self.tokenizer.eos_token_id)
-        rows = [ids[i : i + self.seq_len] for i in range(0, len(ids), self.seq_len)]
-        self._rows = [row for row in rows if len(row) >= MIN_TOKENS]
-        self._read, self._taken = self._read + 1, 0
+            self._ids.append(self.tokenizer.eos_token_id)
+        self._opened, self._used = self._opened + 1, 0
 
 
 def documents(source: Any, seed: str, tokenizer: PreTrainedTokenizerFast, seq_len: int) -> Iterator[str]:

@@ -35,7 +35,7 @@ class Trace:
 
 def trace(
     model: RegraftForCausalLM,
-    ids: Tensor,
+    rows: Rows,
     layers: Sequence[int],
     *,
     entry: Tensor | None = None,
@@ -45,7 +45,7 @@ def trace(
 
     Args:
         model: the decoder.
-        ids: `[R,T]`; padding stands at the end of a row, where a causal model cannot see it.
+        rows: the input; padding stands at the end of a row, where a causal model cannot see it.
         layers: where to look.
         entry: input of block `layers[0]`, to leave out the blocks before it.
         whole: False stops after block `layers[-1]`.
@@ -55,11 +55,11 @@ def trace(
     hooks = [hook for i in layers for hook in _taps(body.layers[i], i, seen)]
     try:
         first = 0 if entry is None else layers[0]
-        h = body.embeddings(ids) if entry is None else entry
+        h = body.embeddings(rows.ids) if entry is None else entry
         for i, block in enumerate(body.layers[first : None if whole else layers[-1] + 1], start=first):
             if i == layers[0]:
                 seen.entry = h
-            h = block(h, None, None)
+            h = block(h, None, None, rows.cu_seqlens)
         seen.final = body.norm(h) if whole else None
     finally:
         for hook in hooks:
@@ -114,18 +114,20 @@ class Objective:
         if kinds != {"cross_entropy"}:
             assert teacher is not None
             with torch.no_grad():
-                seen = trace(teacher, rows.ids, self.layers, whole=not only_layers)
+                seen = trace(teacher, rows, self.layers, whole=not only_layers)
                 self._measure(seen, rows)
         mine = Trace()
         if not only_layers:
-            mine = trace(student, rows.ids, self.layers, entry=seen.entry if self.shared_prefix else None)
+            mine = trace(student, rows, self.layers, entry=seen.entry if self.shared_prefix else None)
         per_token = rows.real / max(1, tokens)
         results: dict[str, Tensor] = {}
         for loss in self.losses:
             match loss:
                 case LayerNMSE():
                     mixers = {i: student.model.layers[i].get_submodule("attn") for i in self.layers}
-                    outputs = [mixers[i](seen.mixer_in[i])[0] for i in self.layers]
+                    outputs = [
+                        mixers[i](seen.mixer_in[i], cu_seqlens=rows.cu_seqlens)[0] for i in self.layers
+                    ]
                     results[loss.kind] = self._distance("mixer", outputs, seen.mixer_out, per_token)
                 case BoundaryMSE():
                     outputs = [mine.boundary[i] for i in self.layers]
@@ -197,7 +199,7 @@ def _kl(
             reference = teacher.lm_head(h_t)
         return forward_kl(F.linear(h_s, head), reference, temperature).sum()
 
-    predicts = rows.real[:, 1:]
+    predicts = rows.predicted
     h_s, h_t = mine.final[:, :-1][predicts], seen.final[:, :-1][predicts]
     return _SumOverTokens.apply(chunk, h_s, h_t, student.lm_head.weight) / max(1, targets)
 
@@ -208,7 +210,7 @@ def _cross_entropy(student: RegraftForCausalLM, mine: Trace, rows: Rows, targets
     def chunk(h: Tensor, labels: Tensor, head: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(h, head).float(), labels, reduction="sum")
 
-    predicts = rows.real[:, 1:]
+    predicts = rows.predicted
     h, labels = mine.final[:, :-1][predicts], rows.ids[:, 1:][predicts]
     return _SumOverTokens.apply(chunk, h, labels, student.lm_head.weight) / max(1, targets)
 
