@@ -86,8 +86,21 @@ def options(
 def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")],
     layers: Annotated[
-        str, typer.Option(help="1,3 or every:6 or last:4, counted from 0.", rich_help_panel=TO_STUDENT)
-    ],
+        str | None,
+        typer.Option(help="1,3 or every:6 or last:4, counted from 0.", rich_help_panel=TO_STUDENT),
+    ] = None,
+    revert: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Put the layers of `--teacher` back into MODEL, a student.",
+            rich_help_panel=TO_STUDENT,
+        ),
+    ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Where --revert takes them from.", rich_help_panel=TO_STUDENT),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the student goes.", rich_help_panel=TO_FILES)
     ] = None,
@@ -130,10 +143,36 @@ def convert(
         bool, typer.Option("--dry-run", help="Print the plan, read no weights.", rich_help_panel=TO_CHECK)
     ] = False,
     overwrite: Overwrite = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPOSITORY", help="Upload the student, if new privately.", rich_help_panel=TO_FILES
+        ),
+    ] = None,
 ) -> None:
     """Replace layers of a teacher by Bayesian Layers that start as exact copies, and verify it."""
+    if (revert is None) == (layers is None):
+        raise UserError("--layers", "is missing, or given with --revert.", "give one of the two.")
     if out is None and not dry_run:
         raise UserError("--out", "is missing.", "name the student's directory, or pass --dry-run.")
+    if revert is not None:
+        from regraft.convert.revert import revert as put_back
+
+        if teacher is None:
+            raise UserError("--teacher", "is missing.", "name the model the student was made from.")
+        put_back(
+            model,
+            layers=revert,
+            teacher=teacher,
+            out=out,
+            dtype=dtype,
+            revision=revision,
+            allow_pickle=allow_pickle,
+            dry_run=dry_run,
+            overwrite=overwrite,
+        )
+        return
+    assert layers is not None
     from regraft.convert import convert as run
     from regraft.convert.targets import parse_targets
 
@@ -151,6 +190,7 @@ def convert(
         tolerance=tolerance,
         dry_run=dry_run,
         overwrite=overwrite,
+        push_to=push_to_hub,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from folders import edit_config, edit_tensors, mixer_shapes, shard, write_index, write_teacher
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -315,6 +316,69 @@ def test_bfloat16_keeps_noise_parameters_in_float32(regraft, teacher, tmp_path) 
         for name, p in loaded.named_parameters():
             fine = bool(set(name.split(".")) & set(FINE))
             assert p.dtype == (torch.float32 if fine else torch.bfloat16), name
+
+
+def test_a_layer_goes_back_to_its_teacher(regraft, tmp_path) -> None:
+    folder, student, out = write_teacher(tmp_path / "t"), tmp_path / "s", tmp_path / "r"
+    assert regraft("convert", folder, "--layers", "1,3", "--out", student)[0] == 0
+    edit_tensors(student, lambda t: [x.mul_(1.5) for n, x in t.items() if ".attn." in n and "proj" in n])
+    arguments = ("--teacher", folder, "--out", out)
+    code, printed, err = regraft("convert", student, "--revert", 3, *arguments, "--dry-run")
+    assert code == 0 and not out.exists(), err
+    assert "evidence" in printed and "model.layers.3.attn.evidence" not in printed
+    code, printed, err = regraft("convert", student, "--revert", 3, *arguments)
+    assert code == 0 and "still converted: 1" in printed, err
+    model, before, teacher = load_model(str(out)), load_model(str(student)), load_model(str(folder))
+    assert model.config.layers_of("bayesian") == (1,)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, (teacher if ".3.attn." in name else before).state_dict()[name]), name
+    code, _, err = regraft("convert", out, "--revert", 3, "--teacher", folder, "--out", tmp_path / "r2")
+    assert code == 2 and "is the teacher's own already" in err
+    assert regraft("convert", out, "--revert", 1, "--teacher", folder, "--out", tmp_path / "r2")[0] == 0
+    assert regraft("convert", student, "--revert", 3, "--out", tmp_path / "r3")[0] == 2
+    assert regraft("convert", student, "--revert", 3, "--layers", 1, *arguments)[0] == 2
+
+
+def test_the_model_card_tells_the_licence_the_recipe_and_the_numbers(regraft, teacher, tmp_path) -> None:
+    (folder := tmp_path / "t").mkdir()
+    for file in teacher.iterdir():
+        os.link(file, folder / file.name)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Theirs\n")
+    assert (
+        regraft("convert", folder, "--layers", "1", "--to", "kdn-diagonal", "--out", tmp_path / "s")[0] == 0
+    )
+    card = (tmp_path / "s" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["license"] == "apache-2.0" and front["library_name"] == "transformers"
+    assert "base_model" not in front  # a local folder is no Hub id
+    recipe = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
+    assert recipe["convert"]["layers"] == [1] and recipe["convert"]["to"] == "kdn-diagonal"
+    worst = json.loads((tmp_path / "s" / "verify.json").read_text())["worst"]
+    assert f"{worst:.2g}" in card and "| 1 | bayesian | covariance diagonal, noise_groups 1 |" in card
+    assert regraft("convert", teacher, "--layers", 1, "--out", tmp_path / "s2")[0] == 0
+    card = (tmp_path / "s2" / "README.md").read_text()
+    assert "names none" in card and "license" not in yaml.safe_load(card.split("---")[1])
+
+
+def test_an_upload_happens_only_when_asked_for(regraft, tmp_path, monkeypatch) -> None:
+    import huggingface_hub
+
+    folder, calls = write_teacher(tmp_path / "t"), []
+
+    class Api:
+        def create_repo(self, name: str, **settings: Any) -> str:
+            calls.append((name, settings["private"]))
+            return f"https://huggingface.co/{name}"
+
+        def upload_folder(self, **settings: Any) -> None:
+            calls.append((settings["repo_id"], sorted(os.listdir(settings["folder_path"]))))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    assert regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s")[0] == 0 and not calls
+    arguments = ("--out", tmp_path / "s2", "--push-to-hub", "me/mine")
+    code, out, _ = regraft("convert", folder, "--layers", 1, *arguments)
+    assert code == 0 and "https://huggingface.co/me/mine" in out
+    assert calls[0] == ("me/mine", True) and "model.safetensors" in calls[1][1]
 
 
 def test_what_travels_along(regraft, teacher, tmp_path) -> None:

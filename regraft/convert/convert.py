@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+import regraft
+from regraft.convert.card import model_card
 from regraft.convert.checkpoint import Checkpoint, open_checkpoint
-from regraft.convert.export import export_model
+from regraft.convert.export import export_model, push
 from regraft.convert.load import DTYPES, fill, graft
 from regraft.convert.plan import Plan, make_plan, model_config
 from regraft.convert.targets import choose_mixers, with_mixers
 from regraft.convert.verify import TOLERANCES, Certificate, compare, probe_text, write_certificate
 from regraft.errors import VerificationError
-from regraft.files import atomic_directory, hash_directory, refuse_existing
+from regraft.files import atomic_directory, hash_directory, refuse_existing, write_text
 from regraft.layers import BayesianLayer, RegraftForCausalLM
 from regraft.layers.mixers import inverse_softplus
 
@@ -39,7 +41,7 @@ class Choice:
 
     layers: str | Sequence[int]
     to: str = "bayesian"
-    targets: Mapping[int, str] | None = None
+    targets: Mapping[int, str] = field(default_factory=dict)
     noise_groups: int = 1
     process_match: float = 0.0
 
@@ -95,7 +97,7 @@ def make_student(
         VerificationError: the student's logits differ from the teacher's by more than `tolerance`.
     """
     checkpoint = open_checkpoint(model, revision, allow_pickle=allow_pickle)
-    choice = Choice(layers, to, targets, noise_groups, process_match)
+    choice = Choice(layers, to, targets or {}, noise_groups, process_match)
     plan, mixers = plan_conversion(checkpoint, choice)
     teacher = fill(checkpoint, make_plan(checkpoint, model_config(checkpoint), torch.float32))
     student = graft(teacher, checkpoint, plan)
@@ -125,8 +127,11 @@ def convert(
     tolerance: float = TOLERANCE,
     dry_run: bool = False,
     overwrite: bool = False,
+    push_to: str | None = None,
 ) -> None:
     """Convert a teacher and write the student with its certificate; or print the plan (`dry_run`).
+
+    `push_to` names a Hub repository that the finished folder is uploaded to.
 
     Raises:
         UserError: a mistake in the arguments or the checkpoint; nothing is written.
@@ -135,7 +140,7 @@ def convert(
     console = Console()
     if dry_run or out is None:
         checkpoint = open_checkpoint(model, revision, allow_pickle=allow_pickle)
-        choice = Choice(layers, to, targets, noise_groups, process_match)
+        choice = Choice(layers, to, targets or {}, noise_groups, process_match)
         plan, _ = plan_conversion(checkpoint, choice, dtype=dtype, headers_only=True)
         # A table for reading and for grep: never cut to the width of a terminal.
         plan.print(Console(width=max(console.width, 160)), checkpoint)
@@ -162,6 +167,8 @@ def convert(
         f"{certificate.teacher_logits:.3g})"
     )
     console.print(f"student: {out}\ncertificate: {out / 'verify.json'}", soft_wrap=True)
+    if push_to is not None:
+        console.print(f"uploaded: {push(out, push_to)}", soft_wrap=True)
 
 
 def write_student(done: Conversion, folder: Path, dtype: str = "float32") -> str:
@@ -172,6 +179,16 @@ def write_student(done: Conversion, folder: Path, dtype: str = "float32") -> str
     digest = export_model(student, folder, companions_from=done.checkpoint.path)
     teacher = hash_directory(done.checkpoint.path)
     write_certificate(folder / "verify.json", done.certificate, teacher=teacher, student=digest)
+    choice = asdict(done.choice)
+    card = model_card(
+        teacher=done.checkpoint.name,
+        teacher_folder=done.checkpoint.path,
+        recipe={"teacher": done.checkpoint.name, "convert": {**choice, "layers": list(done.layers)}},
+        certificate=done.certificate,
+        num_layers=student.config.num_hidden_layers,
+        version=regraft.__version__,
+    )
+    write_text(folder / "README.md", card)
     return digest
 
 

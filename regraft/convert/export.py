@@ -1,10 +1,12 @@
-"""A model as a folder that transformers loads: weights, config, tokenizer and generation settings."""
+"""A model as a folder that transformers loads: weights, config, code, tokenizer, settings and model card."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
+from regraft.convert.remote_code import AUTO_MAP, remote_code
+from regraft.errors import UserError
 from regraft.files import hash_directory
 from regraft.layers import RegraftForCausalLM
 
@@ -18,6 +20,7 @@ COMPANIONS = (
     "*.jinja",
     "LICENSE*",
 )
+_NEVER = (".py", ".bin", ".pt", ".pkl")
 
 
 def export_model(model: RegraftForCausalLM, out: Path, *, companions_from: Path) -> str:
@@ -33,9 +36,30 @@ def export_model(model: RegraftForCausalLM, out: Path, *, companions_from: Path)
     """
     model.config.architectures = [type(model).__name__]
     model.config.dtype = model.model.embeddings.weight.dtype
+    model.config.auto_map = AUTO_MAP
     model.save_pretrained(out)
+    for name, text in remote_code().items():
+        (out / name).write_text(text, encoding="utf-8", newline="\n")
     for pattern in COMPANIONS:
         for file in sorted(companions_from.glob(pattern)):
-            if file.is_file() and not file.name.endswith((".py", ".bin", ".pt", ".pkl")):
+            if file.is_file() and not file.name.endswith(_NEVER):
                 shutil.copyfile(file, out / file.name)
     return hash_directory(out)
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload an export to the Hub, into a new private repository or an existing one; returns its address.
+
+    Raises:
+        UserError: no login, no network or no right to write there.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    try:
+        url = HfApi().create_repo(repository, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by regraft")
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+        reason = f"could not be uploaded to ({type(error).__name__}: {error}). The student is in {folder}."
+        raise UserError(repository, reason, "log in with `hf auth login`, then upload the folder.") from error
+    return str(url)

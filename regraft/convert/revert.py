@@ -1,0 +1,85 @@
+"""`regraft convert --revert`: put a teacher's own mixers back into a student, for ablations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from regraft.convert.checkpoint import open_checkpoint
+from regraft.convert.export import export_model
+from regraft.convert.load import DTYPES, fill
+from regraft.convert.plan import make_plan, model_config
+from regraft.convert.targets import with_mixers
+from regraft.errors import UserError
+from regraft.files import atomic_directory, refuse_existing
+from regraft.layers import RegraftForCausalLM
+from regraft.recipes.selector import resolve_layers
+
+
+def revert(
+    student: str,
+    *,
+    layers: str,
+    teacher: str,
+    out: Path | None,
+    dtype: str = "float32",
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    dry_run: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write the student with the mixers of these layers taken from its teacher; all else stays the student's.
+
+    Args:
+        student: folder of a converted model.
+        layers: indices, `every:N` or `last:N`.
+        teacher: the model it was made from.
+        out: where the result goes.
+        dtype: number format of the result.
+        revision: of the teacher.
+        allow_pickle: read a teacher's `.bin` weights.
+        dry_run: print the plan, read no weights, write nothing.
+        overwrite: replace an existing `out`.
+
+    Raises:
+        UserError: layers that are the teacher's already, or two models that do not belong together.
+    """
+    ours, theirs = open_checkpoint(student), open_checkpoint(teacher, revision, allow_pickle=allow_pickle)
+    config = model_config(ours, headers_only=dry_run)
+    original = model_config(theirs, headers_only=True)
+    if config.num_hidden_layers != original.num_hidden_layers:
+        reason = f"has {original.num_hidden_layers} layers, {student} has {config.num_hidden_layers}."
+        raise UserError(teacher, reason, "name the teacher that the student was made from.")
+    chosen = resolve_layers(layers, config.num_hidden_layers)
+    for layer in chosen:
+        if config.mixers[layer] == original.mixers[layer]:
+            converted = [i for i, m in enumerate(config.mixers) if m != original.mixers[i]]
+            reason = "is the teacher's own already."
+            raise UserError(f"layer {layer}", reason, f"choose among {', '.join(map(str, converted))}.")
+    mixed = ours.with_tensors_of(theirs, tuple(f"model.layers.{i}.attn." for i in chosen))
+    mixers = {i: original.mixers[i] for i in chosen}
+    plan = make_plan(mixed, with_mixers(config, mixers), DTYPES[dtype])
+    console = Console()
+    if dry_run or out is None:
+        plan.print(Console(width=max(console.width, 160)), mixed)
+        return
+    refuse_existing(out, overwrite)
+    model = fill(mixed, plan)
+    with atomic_directory(out, overwrite) as folder:
+        export_model(model, folder, companions_from=ours.path)
+    left = [i for i, m in enumerate(model.config.mixers) if m != original.mixers[i]]
+    note = "" if left else _distance(model, fill(theirs, make_plan(theirs, original, DTYPES[dtype])))
+    console.print(
+        f"layers {', '.join(map(str, chosen))} of {student} are the teacher's again; still converted: "
+        f"{', '.join(map(str, left)) or 'none'}{note}\nstudent: {out}",
+        soft_wrap=True,
+    )
+
+
+def _distance(model: RegraftForCausalLM, teacher: RegraftForCausalLM) -> str:
+    """What still differs once every layer is the teacher's: norms or other layers that were trained too."""
+    state = teacher.state_dict()
+    changed = [name for name, x in model.state_dict().items() if not torch.equal(x, state[name])]
+    return f"; {len(changed)} tensors differ from the teacher's" if changed else ", so this is the teacher"
