@@ -30,6 +30,8 @@ app = typer.Typer(
 )
 recipes = typer.Typer(help="List, read, copy and check recipes.", no_args_is_help=True)
 app.add_typer(recipes, name="recipes")
+probe = typer.Typer(help="Small experiments that show what an update rule does.", no_args_is_help=True)
+app.add_typer(probe, name="probe")
 
 RESUMABLE = ("distill", "control")
 TO_FILES = "Files"
@@ -273,6 +275,24 @@ def report(
     from regraft.report import report_run
 
     report_run(run, overrides=set_ or (), out=out, overwrite=overwrite)
+
+
+@probe.command("collision", epilog="Example: regraft probe collision --out collision")
+def probe_collision(
+    rotations: Annotated[int, typer.Option(min=1, help="Random bases of the rotated variant.")] = 32,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write tables, JSON and figures here.", rich_help_panel=TO_FILES),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Two overlapping keys, one boosted, the other flooded: the paper's collision tables, recomputed."""
+    from regraft.probes.run import run_collision
+
+    typer.echo(run_collision(rotations=rotations, out=out, as_json=as_json, overwrite=overwrite))
+    if out is not None:
+        typer.echo(f"written: {out}", err=True)
 
 
 @recipes.command("ls", epilog="Example: regraft recipes ls")

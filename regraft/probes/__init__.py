@@ -1,1 +1,1 @@
-"""TODO."""
+"""Small experiments that show what an update rule does, without training."""
