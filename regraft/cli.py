@@ -33,7 +33,7 @@ app.add_typer(recipes, name="recipes")
 probe = typer.Typer(help="Small experiments that show what an update rule does.", no_args_is_help=True)
 app.add_typer(probe, name="probe")
 
-RESUMABLE = ("distill", "control")
+RESUMABLE = ("distill", "control")  # by --resume; `report` goes on by itself
 TO_FILES = "Files"
 TO_STUDENT = "Student"
 TO_CHECK = "Checks"
@@ -263,7 +263,24 @@ def control(run: RunDir, resume: Resume = False, overwrite: Overwrite = False) -
 
 @app.command(epilog="Example: regraft report runs/demo --set report.niah.samples=5")
 def report(
-    run: RunDir,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="Run directory; none to compare only --model.")
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=MODEL", help="A further model: folder, Hub id or `embedded`; repeatable."),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="What the others are compared with: control, else the first, if not given."),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Documents per task and length; keeps all lengths, depths balanced."),
+    ] = None,
+    inspect: Annotated[
+        bool, typer.Option("--inspect", help="Show gain, variance and a needle's trace in converted layers.")
+    ] = False,
     set_: Overrides = None,
     out: Annotated[
         Path | None,
@@ -271,10 +288,22 @@ def report(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Compare teacher, student and control on the same documents: tables, heatmaps, JSON."""
+    """Compare models on the same documents, those of a run first: tables, heatmaps, JSON, one HTML page.
+
+    What was evaluated before is not run again, so an interrupted report goes on where it was.
+    """
     from regraft.report import report_run
 
-    report_run(run, overrides=set_ or (), out=out, overwrite=overwrite)
+    report_run(
+        run,
+        models=model or (),
+        baseline=baseline,
+        overrides=set_ or (),
+        limit=limit,
+        inspect=inspect,
+        out=out,
+        overwrite=overwrite,
+    )
 
 
 @probe.command("collision", epilog="Example: regraft probe collision --out collision")

@@ -383,11 +383,14 @@ def test_report_files_are_the_same_bytes_again(records, tmp_path):
         )
         outputs.append({key: path.read_bytes() for key, path in paths.items()})
     assert outputs[0] == outputs[1]
-    assert set(paths) == {"records", "json", "markdown", "heatmap mean", "heatmap niah_multivalue"}
+    assert set(paths) == {
+        "html", "markdown", "json", "records", "model card", "heatmap", "scores", "differences",
+    }  # fmt: skip
     lines = Path(paths["records"]).read_text().splitlines()
     assert [json.loads(line) for line in lines] == few
     text = paths["markdown"].read_text()
     assert "recent - empty" in text and "recent - perfect" in text and "(niah_mean.png)" in text
+    assert "perfect - empty" in text
     with pytest.raises(UserError, match="not empty"):
         write_report(few, tmp_path / "a")
 

@@ -368,17 +368,27 @@ class Niah(Section):
     """Documents per task and length."""
     seed: Index = 0
     """Seed of the documents."""
-    batch_size: Count = 8
+    batch_size: Count = 16
     """Documents answered at once."""
 
 
 class Perplexity(Section):
-    """Perplexity by length."""
+    """Perplexity by context length and by position."""
 
-    lengths: Some[Count]
-    """Tokens of a document."""
+    lengths: Some[Annotated[int, Field(ge=2)]]
+    """Context lengths in tokens, each a divisor of the longest: all score the same tokens."""
     sets: Some[Text]
-    """Text sets."""
+    """`austen` (also training text), `wikitext103`, `pg19`, `slimpajama`, or a .txt or .jsonl file."""
+    samples: Count = 50
+    """Stretches of the longest length, per set."""
+
+    @field_validator("lengths")
+    @classmethod
+    def _divide(cls, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        for length in lengths:
+            if max(lengths) % length:
+                raise ValueError(f"{length} should divide the longest, {max(lengths)}")
+        return lengths
 
 
 class Report(Section):
@@ -388,14 +398,8 @@ class Report(Section):
     """Needle retrieval."""
     perplexity: Perplexity | None = None
     """Perplexity by length."""
-
-    @field_validator("perplexity")
-    @classmethod
-    def _not_yet(cls, asked: Perplexity | None) -> Perplexity | None:
-        # a key that nothing reads would be a silent lie
-        if asked is not None:
-            raise ValueError("not available yet; remove it from the recipe")
-        return asked
+    colours: Literal["viridis", "red-yellow-green"] = "viridis"
+    """Colours of the heatmaps; the first is told apart by colour-blind readers too."""
 
 
 class Checkpoints(Section):

@@ -1,4 +1,4 @@
-"""Heatmaps of retrieval: one PNG per task, a panel per model and one of the difference, depth along x."""
+"""Heatmaps: a column per model, lengths along x, depth down from the document's top, differences below."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -14,9 +15,12 @@ from matplotlib.patches import Rectangle
 
 from regraft.report.statistics import DECILES, MEAN, Row
 
-SCORE_MAP = "viridis"  # both maps are told apart without red and green
+# All but the last are told apart without red and green.
+SCORE_MAPS = {"viridis": "viridis", "red-yellow-green": "RdYlGn"}
 DIFFERENCE_MAP = "PuOr"
 BOLD_FROM = 10  # a bootstrap over fewer documents is too easily sure of itself
+PER_ROW = 4  # models side by side at page width
+CELL = 0.62, 0.33  # inches
 _INK, _PAPER = "#1a1a1a", "#ffffff"
 
 
@@ -26,63 +30,83 @@ def heatmaps(
     out_dir: Path,
     *,
     models: Sequence[str],
-    student: str | None = None,
     baseline: str | None = None,
-) -> dict[str, Path]:
-    """Write `niah_<task>.png` for every task and `niah_mean.png` for the mean over tasks.
+    colours: str = "viridis",
+) -> dict[str, str]:
+    """Write `niah_mean` and `niah_<task>` as PNG and SVG.
 
     Args:
         scores: rows of `statistics.table` with ten depth groups.
-        gains: rows of `statistics.differences`, empty for no difference panel.
+        gains: rows of `statistics.differences` minus the baseline, empty for no difference maps.
         out_dir: an existing directory.
-        models: panels from top to bottom.
-        student, baseline: names for the title of the difference panel.
+        models: panels from left to right.
+        baseline: what is subtracted in the difference maps.
+        colours: a key of `SCORE_MAPS`.
 
     Returns:
-        The files by task, the mean first.
+        File names without suffix by task, the mean first.
     """
-    tasks = [MEAN, *dict.fromkeys(row["task"] for row in scores if row["task"] != MEAN)]
-    paths = {}
-    for task in tasks:
+    names = {}
+    for task in [MEAN, *dict.fromkeys(row["task"] for row in scores if row["task"] != MEAN)]:
         figure = _figure(
             task,
             [row for row in scores if row["task"] == task],
-            [row for row in gains if row["task"] == task],
-            models,
-            f"{student} minus {baseline}",
+            [row for row in gains if row["task"] == task and row["baseline"] == baseline],
+            list(models),
+            SCORE_MAPS[colours],
         )
-        paths[task] = out_dir / f"niah_{task.removeprefix('niah_')}.png"
-        # no date and no version in the file: the same records give the same bytes
-        figure.savefig(paths[task], dpi=150, metadata={"Software": None})
-    return paths
+        names[task] = f"niah_{task.removeprefix('niah_')}"
+        save(figure, out_dir / names[task])
+    return names
 
 
-def _figure(
-    task: str, scores: list[Row], gains: list[Row], models: Sequence[str], difference_title: str
-) -> Figure:
-    """One task: panels share the depth axis, so that models are compared down a column."""
+def save(figure: Figure, stem: Path) -> None:
+    """Write PNG and SVG without dates or random names: the same records give the same bytes."""
+    figure.savefig(stem.with_suffix(".png"), dpi=150, metadata={"Software": None})
+    with rc_context({"svg.hashsalt": stem.name, "svg.fonttype": "path"}):
+        figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
+
+
+def _figure(task: str, scores: list[Row], gains: list[Row], models: list[str], colour_map: str) -> Figure:
+    """One task: scores above, the difference to the baseline below the model it belongs to."""
     lengths = sorted({row["length"] for row in scores})
-    n_panels = len(models) + bool(gains)
-    height = 0.9 + n_panels * (0.45 * len(lengths) + 0.45)
-    figure = Figure(figsize=(8.0, height), layout="constrained")
-    axes = figure.subplots(n_panels, 1, sharex=True, squeeze=False)[:, 0]
+    columns = min(PER_ROW, len(models))
+    blocks = [models[i : i + columns] for i in range(0, len(models), columns)]
+    rows = [(block, gained) for block in blocks for gained in ((False, True) if gains else (False,))]
+    width = max(5.0, 1.5 + columns * max(1.3, CELL[0] * len(lengths)))
+    figure = Figure(figsize=(width, 0.8 + len(rows) * (CELL[1] * DECILES + 0.55)), layout="constrained")
+    axes = figure.subplots(len(rows), columns, sharex=True, sharey=True, squeeze=False)
     title = "mean over tasks" if task == MEAN else task
     figure.suptitle(f"Needle retrieval, {title}: share of asked values found", fontsize=11)
-    for axis, model in zip(axes, models, strict=False):
-        own = [row for row in scores if row["model"] == model]
-        image = _panel(axis, own, "mean", lengths, model, SCORE_MAP, (0.0, 1.0))
-    figure.colorbar(
-        image, ax=list(axes[: len(models)]), pad=0.015, aspect=12 * len(models), ticks=[0, 0.5, 1]
-    )
-    if gains:
-        # a shared symmetrical scale per figure, never narrower than ten points: noise must look pale
-        largest = max((abs(row["difference"]) for row in gains if row["depth"] is not None), default=0.0)
-        limit = max(0.1, np.ceil(largest * 10) / 10)
-        name = f"{difference_title} (bold: 95 % interval excludes 0, n at least {BOLD_FROM})"
-        image = _panel(axes[-1], gains, "difference", lengths, name, DIFFERENCE_MAP, (-limit, limit))
-        figure.colorbar(image, ax=axes[-1], pad=0.015, aspect=12, ticks=[-limit, 0, limit])
-    axes[-1].set_xlabel("depth of the needle, % of the context (0 = top of the document)", fontsize=9)
+    # one scale for all differences, never narrower than ten points: noise must look pale
+    largest = max((abs(row["difference"]) for row in gains if row["depth"] is not None), default=0.0)
+    limit = max(0.1, np.ceil(largest * 10) / 10)
+    for axis_row, (block, gained) in zip(axes, rows, strict=True):
+        image = None
+        for axis, model in zip(axis_row, [*block, *[None] * (columns - len(block))], strict=True):
+            own = [r for r in (gains if gained else scores) if r["student" if gained else "model"] == model]
+            if model is None or not own:
+                axis.set_axis_off()
+            elif gained:
+                heading = f"{model} - {own[0]['baseline']}"
+                image = _panel(axis, own, "difference", lengths, heading, DIFFERENCE_MAP, (-limit, limit))
+            else:
+                image = _panel(axis, own, "mean", lengths, model, colour_map, (0.0, 1.0))
+        ticks = [-limit, 0, limit] if gained else [0, 0.5, 1]
+        if image is not None:
+            figure.colorbar(image, ax=list(axis_row), pad=0.01, aspect=30, ticks=ticks)
+    _label(figure, axes, bool(gains))
     return figure
+
+
+def _label(figure: Figure, axes: Any, gains: bool) -> None:
+    for axis in axes[:, 0]:
+        axis.set_ylabel("depth of the needle, %", fontsize=9)
+        axis.yaxis.set_visible(True)
+    note = "tokens of prompt and answer; depth 0 is the top of the document"
+    if gains:
+        note += f"; bold: 95 % interval excludes 0, n at least {BOLD_FROM}"
+    figure.supxlabel(note, fontsize=8.5)
 
 
 def _panel(
@@ -94,31 +118,26 @@ def _panel(
     colours: str,
     limits: tuple[float, float],
 ) -> AxesImage:
-    """Lengths down, tenths of depth across; value and n in each cell, cells without needles hatched."""
-    cells = {(row["length"], row["depth"]): row for row in rows if row["depth"] is not None}
-    grid = np.full((len(lengths), DECILES), np.nan)
-    for y, length in enumerate(lengths):
-        for x in range(DECILES):
-            if row := cells.get((length, x)):
-                grid[y, x] = row[field]
+    """Tenths of depth down, lengths across; value and n in each cell, cells without needles hatched."""
+    cells = {(row["depth"], row["length"]): row for row in rows if row["depth"] is not None}
+    places = [(y, x, cells.get((y, length))) for y in range(DECILES) for x, length in enumerate(lengths)]
+    grid = np.full((DECILES, len(lengths)), np.nan)
+    for y, x, row in places:
+        grid[y, x] = np.nan if row is None else row[field]
     image = axis.imshow(grid, cmap=colours, vmin=limits[0], vmax=limits[1], aspect="auto")
-    for y, length in enumerate(lengths):
-        for x in range(DECILES):
-            if row := cells.get((length, x)):
-                _write(axis, x, y, row, field, image)
-            else:
-                hatched = Rectangle(
-                    (x - 0.5, y - 0.5), 1, 1, fill=False, hatch="////", edgecolor="#b0b0b0", lw=0
-                )
-                axis.add_patch(hatched)
+    for y, x, row in places:
+        if row is not None:
+            _write(axis, x, y, row, field, image)
+        else:
+            style: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "#b0b0b0", "lw": 0}
+            axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **style))
     axis.set_title(title, fontsize=9.5, loc="left", pad=4)
-    axis.set_yticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=9)
-    axis.set_ylabel("tokens", fontsize=9)  # as short as a panel of one length is high
-    axis.set_xticks(np.arange(DECILES + 1) - 0.5, [str(10 * i) for i in range(DECILES + 1)], fontsize=9)
-    axis.tick_params(length=0)
+    axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=9)
+    axis.set_yticks(np.arange(DECILES + 1) - 0.5, [str(10 * i) for i in range(DECILES + 1)], fontsize=9)
+    axis.tick_params(length=0, labelbottom=True)
     axis.spines[:].set_visible(False)
-    axis.vlines(np.arange(1, DECILES) - 0.5, -0.5, len(lengths) - 0.5, color=_PAPER, linewidth=1.2)
-    axis.hlines(np.arange(1, len(lengths)) - 0.5, -0.5, DECILES - 0.5, color=_PAPER, linewidth=1.2)
+    axis.hlines(np.arange(1, DECILES) - 0.5, -0.5, len(lengths) - 0.5, color=_PAPER, linewidth=1.2)
+    axis.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, DECILES - 0.5, color=_PAPER, linewidth=1.2)
     return image
 
 
@@ -129,5 +148,5 @@ def _write(axis: Axes, x: int, y: int, row: Row, field: str, image: AxesImage) -
     style: dict[str, Any] = {"ha": "center", "color": ink}
     sure = field == "difference" and row["n"] >= BOLD_FROM and not row["low"] <= 0 <= row["high"]
     text = f"{round(value, 2) + 0.0:+.2f}" if field == "difference" else f"{value:.2f}"  # never -0.00
-    axis.text(x, y, text, va="bottom", fontsize=9, weight="bold" if sure else "normal", **style)
-    axis.text(x, y + 0.06, f"n={row['n']}", va="top", fontsize=6.5, **style)
+    axis.text(x, y + 0.08, text, va="bottom", fontsize=9, weight="bold" if sure else "normal", **style)
+    axis.text(x, y + 0.1, f"n={row['n']}", va="top", fontsize=6.5, **style)

@@ -44,6 +44,13 @@ class Entrant(NamedTuple):
     tokenizer: PreTrainedTokenizerFast
     identity: str = ""
 
+    def load(self) -> Any:
+        """The model itself."""
+        from lm_eval.api.model import LM
+        from torch import nn
+
+        return self.model if isinstance(self.model, LM | nn.Module) else self.model()
+
 
 def evaluate(
     models: Mapping[str, Entrant | tuple[Any, PreTrainedTokenizerFast]],
@@ -143,13 +150,8 @@ class _Run:
                 if shelf:
                     shelf.put(keys[cell], kept[cell])
         if self.say:
-            seconds = max(time.perf_counter() - begin, 1e-9)
-            stored = sum(map(len, kept.values())) - count
-            self.say(
-                f"{self.name}: {count} documents in {seconds:.1f} s, {count / seconds:.2f} documents/s, "
-                f"{self.total / seconds:,.0f} tokens/s"
-                + (f"; {stored} were finished before" if stored else "")
-            )
+            seconds = time.perf_counter() - begin
+            self.say(_speed(self.name, count, self.total, seconds, sum(map(len, kept.values())) - count))
         return kept
 
     def _answered(self, documents: list[NeedleDocument]) -> list[Record]:
@@ -176,14 +178,11 @@ class _Run:
     def _model(self, documents: list[NeedleDocument], tick: Callable[[int], None]) -> Any:
         """The model as lm-eval takes it, loaded once."""
         from lm_eval.api.model import LM
-        from torch import nn
 
         from regraft.report.lm import NeedleLM  # imported here: lm-eval takes seconds to import
 
         if self._lm is None:
-            model = self.entrant.model
-            if not isinstance(model, LM | nn.Module):
-                model = model()
+            model = self.entrant.load()
             own = isinstance(model, LM)
             self._lm = model if own else NeedleLM(
                 model, self.entrant.tokenizer, answers={}, batch_size=self.batch_size
@@ -192,6 +191,14 @@ class _Run:
             self._lm.answers = {document.model_input: list(document.answers) for document in documents}
             self._lm.progress = tick
         return self._lm
+
+
+def _speed(name: str, documents: int, tokens: int, seconds: float, stored: int) -> str:
+    parts = [f"{stored} documents were finished before"] if stored else []
+    if documents:
+        rates = f"{documents / seconds:.2f} documents/s, {tokens / seconds:,.0f} tokens/s"
+        parts.insert(0, f"{documents} documents in {seconds:.1f} s, {rates}")
+    return f"{name}: {'; '.join(parts)}"
 
 
 def _record(document: NeedleDocument, completion: str) -> Record:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ def differences(
         gain = np.array([own[draw][0] - others[key][draw][0] for draw in draws], dtype=np.float64)
         count = np.array([own[draw][1] for draw in draws], dtype=np.float64)
         estimates[key], counts[key] = float(gain.sum() / count.sum()), float(count.sum())
-        clouds[key] = bootstrap(gain, count, resamples=resamples, seed=_seed(seed, key))
+        clouds[key] = bootstrap(gain, count, resamples=resamples, seed=cell_seed(seed, key))
     for (length, depth), tasks in _over_tasks(cells).items():
         keys: list[Key] = [(task, length, depth) for task in tasks]
         mean_key = (MEAN, length, depth)
@@ -113,7 +113,7 @@ def differences(
             "n": int(counts[key]), "difference": estimate, "low": low, "high": high,
         }
         for key, estimate in estimates.items()
-        for low, high in [_interval(clouds[key])]
+        for low, high in [interval(clouds[key])]
     ]  # fmt: skip
 
 
@@ -129,34 +129,49 @@ def bootstrap(
     return np.concatenate(ratios)
 
 
-def _interval(cloud: NDArray[np.float64]) -> tuple[float, float]:
+def interval(cloud: NDArray[np.float64]) -> tuple[float, float]:
+    """The middle 95 % of a bootstrap."""
     low, high = np.quantile(cloud, [0.025, 0.975])
     return float(low), float(high)
 
 
-def _seed(seed: int, key: Key) -> int:
+def cell_seed(seed: int, key: tuple[Any, ...]) -> int:
     """A seed per cell, so that a cell's interval does not depend on which others are reported."""
     return int.from_bytes(hashlib.sha256(f"{seed}|{key}".encode()).digest()[:8], "big")
 
 
-def check_pairs(by_model: dict[str, list[Row]], student: str, baseline: str) -> None:
-    """Refuse to compare two models that did not read the same documents under the same conditions."""
+def check_pairs(
+    by_model: dict[str, list[Row]],
+    student: str,
+    baseline: str,
+    document: Callable[[Row], tuple[Any, ...]] | None = None,
+    fields: Sequence[str] = _COMPARABLE,
+) -> None:
+    """Refuse to compare two models that did not read the same documents under the same conditions.
+
+    Args:
+        by_model: records by model.
+        student, baseline: the two.
+        document: what names a record's document, the needle documents' by default.
+        fields: what must be equal of each document.
+    """
+    name_of = document or _document
     for name in (student, baseline):
         if name not in by_model:
             raise UserError("models", f"no records of {name!r}", f"use some of {', '.join(by_model)}")
 
     def read(name: str) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        return {_document(r): tuple(r[field] for field in _COMPARABLE) for r in by_model[name]}
+        return {name_of(r): tuple(r[field] for field in fields) for r in by_model[name]}
 
     one, two = read(student), read(baseline)
     if one.keys() != two.keys():
         n = len(one.keys() ^ two.keys())
         reason = f"{n} documents were read by only one of {student} and {baseline}"
         raise UserError("records", reason, "evaluate both on the same tasks, lengths and samples")
-    for document, conditions in one.items():
-        for field, a, b in zip(_COMPARABLE, conditions, two[document], strict=True):
+    for key, conditions in one.items():
+        for field, a, b in zip(fields, conditions, two[key], strict=True):
             if a != b:
-                reason = f"{student} and {baseline} differ in {field} at document {document}: {a} and {b}"
+                reason = f"{student} and {baseline} differ in {field} at document {key}: {a} and {b}"
                 raise UserError("records", reason, "evaluate both with one seed, tokenizer and version")
 
 

@@ -1,8 +1,13 @@
-"""The report's tables, for Markdown and for the terminal; every number with its n and its 95 % interval."""
+"""What the report says: sections of text, tables and figures for Markdown and HTML; the terminal's table.
+
+Every number stands with its n and its 95 % interval.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -10,37 +15,100 @@ from rich.table import Table
 from regraft.report.statistics import DECILES, MEAN, Row
 
 
-def markdown(
-    settings: dict[str, Any], scores: Sequence[Row], gains: Sequence[Row], figures: dict[str, str]
-) -> str:
-    """The whole `report.md`.
+@dataclass(frozen=True)
+class Grid:
+    """A table: column names and rows of text."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading of level 1 to 3 and what stands under it; figures are (file name without suffix, caption)."""
+
+    title: str
+    level: int = 2
+    text: str = ""
+    items: Sequence[str] = ()
+    grid: Grid | None = None
+    figures: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All rows of a report: `settings`, needle scores and differences, perplexity and its ratios."""
+
+    settings: dict[str, Any]
+    scores: Sequence[Row]
+    gains: Sequence[Row]
+    perplexity: Sequence[Row] = ()
+    ratios: Sequence[Row] = ()
+    inspected: Sequence[tuple[str, str]] = field(default=())  # figures, as in `Section`
+
+
+def sections(found: Findings, figures: dict[str, str]) -> list[Section]:
+    """The report from top to bottom.
 
     Args:
-        settings: from `report.settings`.
-        scores: rows of `statistics.table` with ten depth groups.
-        gains: rows of `statistics.differences`, student minus each other model, with ten depth groups.
-        figures: file name by task.
+        found: the rows.
+        figures: file name without suffix, by task, and of `depth` and `perplexity`.
     """
-    parts = [
-        "# Needle retrieval by depth",
+    settings, lengths = found.settings, found.settings["lengths"]
+    read = (
         "Percent of the asked values found in greedy completions, with 95 % intervals in brackets: Wilson's, "
         "and for differences the bootstrap over documents. Every model read the same documents. n counts "
-        "documents, and asked needles where a depth is given. A mean over tasks weighs each task the same.",
-        "## Mean over tasks",
-        _by_length(scores, [MEAN]),
+        "documents, and asked needles where a depth is given. A mean over tasks weighs each task the same."
+    )
+    parts = [
+        Section("Needle retrieval by depth", 1, read, summary(found)),
+        Section("Mean over tasks", grid=_by_length(found.scores, [MEAN])),
     ]
-    if gains:
-        parts += ["## Paired differences, points", _gains_by_length(gains)]
-    parts += ["## By task", _by_length(scores, settings["tasks"])]
-    parts += ["## By depth, mean over tasks"]
-    for length in settings["lengths"]:
-        parts += [f"### {length:,} tokens", _by_depth(length, scores, gains)]
-    parts += ["## Heatmaps", *(f"![{task}]({name})" for task, name in figures.items())]
-    parts += ["## Settings", _settings(settings)]
-    return "\n\n".join(parts) + "\n"
+    if found.gains:
+        parts.append(Section("Paired differences, points", grid=_gains_by_length(found.gains)))
+    parts += [
+        Section(
+            "By depth",
+            figures=[
+                (figures[MEAN], "Mean over tasks by length and depth; differences below"),
+                (figures["depth"], "Mean over tasks by depth with 95 % intervals"),
+            ],
+        ),
+        *(Section(f"{n:,} tokens", 3, grid=_by_depth(n, found.scores, found.gains)) for n in lengths),
+        Section("By task", grid=_by_length(found.scores, settings["tasks"])),
+        *(
+            Section(task, 3, figures=[(figures[task], f"{task} by length and depth; differences below")])
+            for task in settings["tasks"]
+        ),
+    ]
+    if found.perplexity:
+        parts.append(_perplexity(found, figures["perplexity"]))
+    if found.inspected:
+        text = (
+            "Inside a converted layer on one needle document: what it takes in, how sure it is of it, and "
+            "whether the needle's association is protected while the rest is overwritten."
+        )
+        parts.append(Section("The filter at work", text=text, figures=found.inspected))
+    return [*parts, Section("Settings", items=_settings(settings))]
 
 
-def _by_length(scores: Sequence[Row], tasks: Sequence[str]) -> str:
+def summary(found: Findings) -> list[str]:
+    """One sentence per length: the model in question against the baseline, and whether that is sure."""
+    settings = found.settings
+    lines = []
+    for row in found.gains:
+        pair = row["student"], row["baseline"]
+        first = (settings["student"] or found.gains[0]["student"], found.gains[0]["baseline"])
+        if pair == first and row["task"] == MEAN and row["depth"] is None:
+            sure = "" if not row["low"] <= 0 <= row["high"] else "; the interval includes 0"
+            lines.append(
+                f"{row['length']:,} tokens: {row['student']} - {row['baseline']} {_cell(row)} points, "
+                f"n={row['n']}{sure}"
+            )
+    return lines
+
+
+def _by_length(scores: Sequence[Row], tasks: Sequence[str]) -> Grid:
     """Rows (task, model), columns lengths."""
     cells = {
         (row["task"], row["model"], row["length"]): f"{_cell(row)}, n={row['n']}"
@@ -54,10 +122,10 @@ def _by_length(scores: Sequence[Row], tasks: Sequence[str]) -> str:
         for task in tasks
         for model in models
     ]
-    return _grid(["task", "model", *(f"{length:,} tokens" for length in lengths)], rows)
+    return Grid(["task", "model", *(f"{length:,} tokens" for length in lengths)], rows)
 
 
-def _gains_by_length(gains: Sequence[Row]) -> str:
+def _gains_by_length(gains: Sequence[Row]) -> Grid:
     """Rows (comparison, task), columns lengths, the mean over tasks first."""
     cells = {(_pair(row), row["task"], row["length"]): row for row in gains if row["depth"] is None}
     lengths = sorted({row["length"] for row in gains})
@@ -67,10 +135,10 @@ def _gains_by_length(gains: Sequence[Row]) -> str:
         for pair in dict.fromkeys(map(_pair, gains))
         for task in tasks
     ]
-    return _grid(["difference", "task", *(f"{length:,} tokens" for length in lengths)], rows)
+    return Grid(["difference", "task", *(f"{length:,} tokens" for length in lengths)], rows)
 
 
-def _by_depth(length: int, scores: Sequence[Row], gains: Sequence[Row]) -> str:
+def _by_depth(length: int, scores: Sequence[Row], gains: Sequence[Row]) -> Grid:
     """Rows tenths of the depth from the top of the document, columns models and differences."""
     lines: dict[int, dict[str, Row]] = {}
     for row in (*scores, *gains):
@@ -82,21 +150,47 @@ def _by_depth(length: int, scores: Sequence[Row], gains: Sequence[Row]) -> str:
         + [_cell(line[name]) if name in line else "" for name in names]
         for depth, line in sorted(lines.items())
     ]
-    return _grid(["depth", "n", *names], rows)
+    return Grid(["depth", "n", *names], rows)
 
 
-def _settings(settings: dict[str, Any]) -> str:
+def _perplexity(found: Findings, figure: str) -> Section:
+    """Rows (set, model), columns lengths; ratios to the baseline in percent."""
+    settings = found.settings["perplexity"]
+    text = (
+        f"Every length scores the same tokens, in blocks from an empty state after {settings['before']!r}, "
+        "which is not scored. 95 % intervals by document; where a set has fewer than ten, by stretch. "
+        "Differences are paired ratios of perplexities. bpb: bits per byte."
+    )
+    lengths = sorted({row["length"] for row in found.perplexity})
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in found.perplexity:
+        if row["start"] is None:
+            line = cells.setdefault((f"{Path(row['set']).name}, {row['tokens']:,} tokens", row["model"]), {})
+            interval = f"[{row['low']:.2f}, {row['high']:.2f}]"
+            line[row["length"]] = f"{row['perplexity']:.2f} {interval}, {row['bits_per_byte']:.3f} bpb"
+    for row in found.ratios:
+        if row["start"] is None:
+            name = f"{_pair(row)}, %"
+            line = cells.setdefault((Path(row["set"]).name, name), {})
+            low, mean, high = (_points(row[key] - 1, 2) for key in ("low", "ratio", "high"))
+            line[row["length"]] = f"{mean} [{low}, {high}]"
+    rows = [[*key, *(line.get(length, "") for length in lengths)] for key, line in cells.items()]
+    grid = Grid(["set", "model", *(f"{length:,} tokens" for length in lengths)], rows)
+    return Section(
+        "Perplexity", text=text, grid=grid, figures=[(figure, "Perplexity by length, by position")]
+    )
+
+
+def _settings(settings: dict[str, Any]) -> list[str]:
     bos = repr(settings["bos"]) if settings["bos"] else "nothing"
     budget = ", ".join(f"{task} {n}" for task, n in settings["new_tokens"].items())
-    return "\n".join(
-        (
-            f"- documents: seed {settings['seeds']}, generator version {settings['generator']}, "
-            f"{settings['documents']} in all",
-            f"- tokenizer {settings['tokenizer']}; it puts {bos} before a prompt, and nothing else is added",
-            f"- greedy; tokens generated at most: {budget}; a row ends once all its answers stand complete",
-            f"- bootstrap: {settings['resamples']:,} resamples of documents, paired",
-        )
-    )
+    return [
+        f"documents: seed {settings['seeds']}, generator version {settings['generator']}, "
+        f"{settings['documents']} in all",
+        f"tokenizer {settings['tokenizer']}; it puts {bos} before a prompt, and nothing else is added",
+        f"greedy; tokens generated at most: {budget}; a row ends once all its answers stand complete",
+        f"bootstrap: {settings['resamples']:,} resamples of documents, paired",
+    ]
 
 
 def terminal(scores: Sequence[Row], gains: Sequence[Row]) -> Table:
@@ -109,7 +203,7 @@ def terminal(scores: Sequence[Row], gains: Sequence[Row]) -> Table:
     groups = 1 + max(row["depth"] for row in scores if row["depth"] is not None)
     table = Table(title="Needle retrieval, % of asked values found, mean over tasks (95 % interval)")
     table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold", min_width=12)  # names may be paths: the only column that gives way
+    table.add_column("", overflow="fold", min_width=9)  # names may be paths: the only column that gives way
     for name in ("n", "all depths", *(_depth(depth, groups) for depth in range(groups))):
         table.add_column(name, justify="right", no_wrap=True)
     for length in sorted({row["length"] for row in scores}):
@@ -151,8 +245,3 @@ def _pair(row: Row) -> str:
 def _depth(group: int, groups: int) -> str:
     width = 100 // groups
     return f"{group * width}-{(group + 1) * width}%"
-
-
-def _grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

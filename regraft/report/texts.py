@@ -1,0 +1,78 @@
+"""Texts to measure perplexity on: the built-in one, local files, and the usual sets through `datasets`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from regraft.assets import austen
+from regraft.distill.data import _json_lines, _read_text
+from regraft.errors import UserError
+
+TEXT_FILES, JSON_FILES = (".txt", ".md"), (".jsonl", ".json")
+_TITLE = re.compile(r"^ = [^=].*[^=] = \s*$")  # of a Wikitext article; sections have more equals signs
+
+
+class HubSet(NamedTuple):
+    """A data set of the Hub: arguments of `load_dataset` and the column that holds text."""
+
+    name: str
+    config: str | None
+    split: str
+    field: str = "text"
+
+
+HUB_SETS = {
+    "wikitext103": HubSet("Salesforce/wikitext", "wikitext-103-raw-v1", "test"),
+    "pg19": HubSet("emozilla/pg19", None, "test"),
+    "slimpajama": HubSet("cerebras/SlimPajama-627B", None, "validation"),
+}
+
+
+def texts(name: str) -> Iterator[str]:
+    """Documents of a text set, in its own order.
+
+    Args:
+        name: `austen`, a name in `HUB_SETS`, or a .txt, .md, .jsonl file, also as .gz or .xz; a text file is
+            one document, a JSONL file has one a line under `text`.
+
+    Raises:
+        UserError: unknown name, or what it names cannot be read.
+    """
+    if name == "austen":
+        return iter([austen()])
+    if name in HUB_SETS:
+        return _hub(name)
+    path = Path(name)
+    suffix = next((s for s in reversed(path.suffixes) if s not in (".gz", ".xz")), "")
+    if suffix in JSON_FILES:
+        return iter(_json_lines(name, "text"))
+    if suffix in TEXT_FILES:
+        return iter([_read_text(name)])
+    known = ", ".join(["austen", *HUB_SETS])
+    raise UserError(name, "is no known text set.", f"use {known}, or a .txt or .jsonl file.")
+
+
+def _hub(name: str) -> Iterator[str]:
+    from datasets import load_dataset
+
+    source = HUB_SETS[name]
+    try:
+        rows: Iterable[Any] = load_dataset(source.name, source.config, split=source.split, streaming=True)
+        lines = (row[source.field] for row in rows)
+        yield from articles(lines) if name == "wikitext103" else lines
+    except Exception as error:  # datasets raises many kinds; all mean that the set cannot be read
+        raise UserError(source.name, f"cannot be read: {error}.", "check the network.") from error
+
+
+def articles(lines: Iterable[str]) -> Iterator[str]:
+    """Wikitext's lines put together again: an article begins at its title."""
+    article: list[str] = []
+    for line in lines:
+        if _TITLE.match(line):
+            yield "".join(article)  # before the first title stands an empty line: no text has no tokens
+            article = []
+        article.append(line)
+    yield "".join(article)
