@@ -89,7 +89,7 @@ def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")],
     layers: Annotated[
         str | None,
-        typer.Option(help="1,3 or every:6 or last:4, counted from 0.", rich_help_panel=TO_STUDENT),
+        typer.Option(help="1,3 or every:6 or last:4, from 0; scan:4 measures.", rich_help_panel=TO_STUDENT),
     ] = None,
     revert: Annotated[
         str | None,
@@ -193,6 +193,37 @@ def convert(
         dry_run=dry_run,
         overwrite=overwrite,
         push_to=push_to_hub,
+    )
+
+
+@app.command(epilog="Example: regraft scan embedded")
+def scan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")],
+    samples: Annotated[int, typer.Option(min=1, help="Needle documents.")] = 8,
+    length: Annotated[
+        int | None, typer.Option(min=128, help="Their tokens; the training length, at most 512, by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the documents.")] = 0,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Number format.")] = "float32",
+    revision: Revision = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the table as JSON.", rich_help_panel=TO_FILES),
+    ] = None,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Find the layers that hold a teacher's long memory, by cutting the memory of one at a time."""
+    from regraft.convert.scan import scan as run
+
+    run(
+        model,
+        revision=revision,
+        dtype=dtype,
+        samples=samples,
+        length=length,
+        seed=seed,
+        out=out,
+        allow_pickle=allow_pickle,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,9 +17,10 @@ from regraft.convert.checkpoint import Checkpoint, open_checkpoint
 from regraft.convert.export import export_model, push
 from regraft.convert.load import DTYPES, fill, graft
 from regraft.convert.plan import Plan, make_plan, model_config
+from regraft.convert.scan import scan_checkpoint
 from regraft.convert.targets import choose_mixers, with_mixers
 from regraft.convert.verify import TOLERANCES, Certificate, compare, probe_text, write_certificate
-from regraft.errors import VerificationError
+from regraft.errors import UserError, VerificationError
 from regraft.files import atomic_directory, hash_directory, refuse_existing, write_text
 from regraft.layers import BayesianLayer, RegraftForCausalLM
 from regraft.layers.mixers import inverse_softplus
@@ -32,7 +34,7 @@ class Choice:
     """What a conversion is asked to do, but for its files.
 
     Args:
-        layers: indices, `every:N` or `last:N`.
+        layers: indices, `every:N`, `last:N` or `scan:N`.
         to: target of these layers.
         targets: layers among them that get another target.
         noise_groups: groups of value columns with a noise of their own.
@@ -97,7 +99,7 @@ def make_student(
         VerificationError: the student's logits differ from the teacher's by more than `tolerance`.
     """
     checkpoint = open_checkpoint(model, revision, allow_pickle=allow_pickle)
-    choice = Choice(layers, to, targets or {}, noise_groups, process_match)
+    choice = Choice(scanned(checkpoint, layers), to, targets or {}, noise_groups, process_match)
     plan, mixers = plan_conversion(checkpoint, choice)
     teacher = fill(checkpoint, make_plan(checkpoint, model_config(checkpoint), torch.float32))
     student = graft(teacher, checkpoint, plan)
@@ -110,6 +112,16 @@ def make_student(
     if not certificate.passed:
         raise VerificationError(f"{certificate.failure()}; nothing was written")
     return Conversion(checkpoint, plan, choice, mixers, student, certificate)
+
+
+def scanned(checkpoint: Checkpoint, layers: str | Sequence[int]) -> str | Sequence[int]:
+    """`scan:N` as the N layers that a scan of the model finds, any other selection as it is."""
+    if not isinstance(layers, str) or not re.fullmatch(r"scan:[1-9][0-9]*", layers.strip()):
+        return layers
+    n, total = int(layers.split(":")[1]), model_config(checkpoint, headers_only=True).num_hidden_layers
+    if n > total:
+        raise UserError(f"layers {layers!r}", f"the model has {total} layers.", f"choose up to {total}.")
+    return scan_checkpoint(checkpoint).best(n)
 
 
 def convert(

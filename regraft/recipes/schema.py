@@ -136,7 +136,8 @@ class Convert(Section):
     """Which layers are replaced, by what, and how the replacement starts."""
 
     layers: Layers
-    """Indices such as [1, 3] (from 0), `every:6` (the last layer of each six) or `last:4`."""
+    """Indices such as [1, 3] (from 0), `every:6` (the last layer of each six), `last:4`, or `scan:4`, the
+    four whose memory retrieval needs most, as `regraft scan` measures it."""
     to: Target = "bayesian"
     """The mixer put in: `bayesian`, the exact Kalman filter with a dense covariance; `kdn-diagonal` or
     `kdn-isotropic`, the filter with a covariance of that form; `covariance-reset`, the filter without one."""

@@ -1,4 +1,4 @@
-"""Which layers a conversion replaces: a list of indices, `every:6`, or `last:4`."""
+"""Which layers a conversion replaces: a list of indices, `every:6`, `last:4`, or `scan:4`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from regraft.errors import UserError
 
-SELECTOR = r"(every|last):[1-9][0-9]*"
+SELECTOR = r"(every|last|scan):[1-9][0-9]*"
 SELECTOR_OR_LIST = rf"^({SELECTOR}|[0-9]+(\s*,\s*[0-9]+)*)$"
 
 
@@ -41,6 +41,9 @@ def _expand(selector: str, n_layers: int) -> Sequence[int | str]:
     if not re.fullmatch(SELECTOR, text):
         return text.split(",") if text else []
     kind, count = text.split(":")[0], int(text.split(":")[1])
+    if kind == "scan":
+        fix = "run `regraft scan` and give the layers it names."
+        raise UserError(f"layers {text!r}", "have to be measured on the model's weights first.", fix)
     if kind == "every":
         return range(count - 1, n_layers, count)
     return range(n_layers - count, n_layers)  # negative beyond the first layer, which the caller refuses
@@ -48,5 +51,5 @@ def _expand(selector: str, n_layers: int) -> Sequence[int | str]:
 
 def _integer(part: int | str, where: str) -> int:
     if isinstance(part, bool) or not re.fullmatch(r"\s*-?[0-9]+\s*", str(part)):
-        raise UserError(where, f"{part!r} is not a layer.", "write indices (1,3), every:N or last:N.")
+        raise UserError(where, f"{part!r} is not a layer.", "write indices (1,3), every:N, last:N or scan:N.")
     return int(part)
