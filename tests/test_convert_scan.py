@@ -68,8 +68,9 @@ def test_a_scan_chooses_the_layers_of_a_conversion(regraft, teacher, tmp_path, m
     monkeypatch.setattr(sys.modules["regraft.convert.convert"], "scan_checkpoint", short)
     code, _, err = regraft("convert", teacher, "--layers", "scan:1", "--out", tmp_path / "s")
     assert code == 0, err
-    rows = scan(str(teacher), samples=1, length=256).layers
-    most = max(rows, key=lambda row: row.loss_rise).layer
+    table = scan(str(teacher), samples=1, length=256)
+    (most,) = table.best(1)
+    assert table.layers[most].loss_rise == max(row.loss_rise for row in table.layers)
     assert load_model(str(tmp_path / "s")).config.layers_of("bayesian") == (most,)
     assert regraft("convert", teacher, "--layers", "scan:5", "--out", tmp_path / "s2")[0] == 2
     code, _, err = regraft("convert", teacher, "--layers", "scan:1", "--dry-run")
