@@ -546,6 +546,21 @@ def test_float32_gradients_hold_on_repeated_keys() -> None:
         assert relative_error(single[name], exact[name]) < 1e-3, name
 
 
+def test_no_covariance_is_kept_per_token() -> None:
+    """All that the chunk path keeps for its gradient is a fraction of one covariance a token."""
+    T, D = 1024, 128
+    problem = {name: x.float().requires_grad_() for name, x in hard_problem(T, D).items()}
+    kept: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        run(problem, state=False)
+    assert sum(kept.values()) < T * D * D * 4 / 3
+
+
 @torch.no_grad()
 def test_shortcuts_of_float32_products_are_switched_off() -> None:
     """TF32 on an accelerator, bfloat16 products on a CPU that has them."""

@@ -15,6 +15,8 @@ from regraft.ops.inputs import FilterInputs
 from regraft.ops.layout import ChunkLayout
 from regraft.ops.rotation import rotate_both
 
+Moebius = tuple[Tensor, Tensor, Tensor]  # A, B, C of p -> (A p + B) / (C p + 1)
+
 
 def gains(x: FilterInputs, decay: Decay, layout: ChunkLayout) -> tuple[Tensor, Tensor | None]:
     """kappa and the final covariance of the family `x.covariance`."""
@@ -69,7 +71,7 @@ def _moebius_gains(x: FilterInputs, layout: ChunkLayout) -> tuple[Tensor, Tensor
     if x.covariance == "isotropic":  # the diagonal rule, averaged over the channels
         a2, w, k2 = (y.mean(-1, keepdim=True) for y in (a2, w, k2))
     information = x.evidence / x.obs_var_cov * k2  # [n,H,G,C,D or 1]
-    A, B, C = _scan(*_normalised(a2, w, information * a2, 1 + information * w))
+    A, B, C = _scan(_normalised(a2, w, information * a2, 1 + information * w))
     entries = []
 
     def step(p: Tensor, rows: slice) -> Tensor:
@@ -85,20 +87,37 @@ def _moebius_gains(x: FilterInputs, layout: ChunkLayout) -> tuple[Tensor, Tensor
     return predicted * x.k / (x.obs_var + s), cov
 
 
-def _scan(A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Maps from the entry to after each step, `[...,C,X]`, by doubling the span in every round."""
-    span = 1
-    while span < A.shape[-2]:
-        # The map of the steps before; the identity where there are none.
-        A1, B1, C1 = (
-            F.pad(m[..., :-span, :], (0, 0, span, 0), value=fill)
-            for m, fill in ((A, 1.0), (B, 0.0), (C, 0.0))
-        )
-        A, B, C = _normalised(A * A1 + B * C1, A * B1 + B, C * A1 + C1, C * B1 + 1)
-        span *= 2
+def _scan(maps: Moebius) -> Moebius:
+    """Maps from the entry to after each step, `[...,C,X]`: pairs first, then from those what lies between."""
+    steps = maps[0].shape[-2]
+    if steps == 1:
+        return maps
+    if steps % 2:
+        A, B, C = _scan(_with_identity(maps, (0, 1)))
+        return A[..., :steps, :], B[..., :steps, :], C[..., :steps, :]
+    A, B, C = maps
+    first, second = ((A[..., i::2, :], B[..., i::2, :], C[..., i::2, :]) for i in (0, 1))
+    after_second = _scan(_compose(second, first))
+    before_first = _with_identity(after_second, (1, -1))
+    after_first = _compose(first, before_first)
+    A, B, C = (
+        torch.stack(pair, dim=-2).flatten(-3, -2) for pair in zip(after_first, after_second, strict=True)
+    )
     return A, B, C
 
 
-def _normalised(A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _compose(second: Moebius, first: Moebius) -> Moebius:
+    (A2, B2, C2), (A1, B1, C1) = second, first
+    return _normalised(A2 * A1 + B2 * C1, A2 * B1 + B2, C2 * A1 + C1, C2 * B1 + 1)
+
+
+def _normalised(A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Moebius:
     """`(A p + B) / (C p + D)` with D made 1; D >= 1, so nothing overflows."""
     return A / D, B / D, C / D
+
+
+def _with_identity(maps: Moebius, padding: tuple[int, int]) -> Moebius:
+    """Steps that change nothing put before or after, or steps cut off where the padding is negative."""
+    A, B, C = maps
+    pad = (0, 0, *padding)
+    return F.pad(A, pad, value=1.0), F.pad(B, pad), F.pad(C, pad)

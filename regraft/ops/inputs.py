@@ -192,7 +192,8 @@ def _boundaries(cu_seqlens: Tensor, B: int, T: int) -> list[int]:
 
 def _per_head(x: float | Tensor, name: str, H: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """A number or a tensor `[H]` as a tensor `[H,1,1,1]`."""
-    x = torch.as_tensor(x, dtype=dtype, device=like.device)
+    # A number is filled in on the spot: a copy from the CPU would wait, and no CUDA graph could record it.
+    x = x.to(like.device, dtype) if isinstance(x, Tensor) else like.new_full((), x, dtype=dtype)
     if x.dim() > 1 or (x.dim() == 1 and x.shape[0] != H):
         raise ValueError(f"{name}: expected a number or a tensor [H={H}], got {tuple(x.shape)}")
     return x.expand(H)[:, None, None, None]
