@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from filter_problems import CASES, TOKENS, TRACKED, TRANSITIONS, Problem, in_pieces, make_problem, piece, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ops import CASES, TOKENS, TRACKED, TRANSITIONS, Problem, in_pieces, make_problem, piece, run
 from torch import Tensor
 
 torch.set_num_threads(1)

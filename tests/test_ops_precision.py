@@ -1,0 +1,99 @@
+"""float32, and the memory that the chunk path needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from filter_problems import (
+    hard_problem,
+    make_problem,
+    relative_error,
+    results_and_gradients,
+    run,
+)
+from torch import Tensor
+
+torch.set_num_threads(1)
+
+
+def test_float32_holds_on_repeated_keys() -> None:
+    problem = hard_problem(2048, 32)
+    exact = run(problem, state=False)
+    single = run({name: x.float() for name, x in problem.items()}, state=False)
+    assert single[2] is not None and exact[2] is not None
+    assert relative_error(single[0], exact[0]) < 1e-4
+    assert relative_error(single[2], exact[2]) < 1e-4
+    assert float(torch.linalg.eigvalsh(single[2]).min()) > 0
+
+
+@pytest.mark.parametrize("spread, l2", [(0.05, 1e-4), (0.0, 1e-5)])
+@torch.no_grad()
+def test_float32_holds_on_long_sequences_of_wide_repeated_keys(spread: float, l2: float) -> None:
+    """T = 4096, D = 256, r2 = 0.01, four keys written a thousand times each."""
+    problem = hard_problem(4096, 256, spread, l2)
+    exact = run(problem, state=False)
+    single = run({name: x.float() for name, x in problem.items()}, state=False)
+    for x, y in zip(single, exact, strict=True):
+        assert x is not None and y is not None
+        assert relative_error(x, y) < 1e-3
+    assert single[2] is not None
+    assert float(torch.linalg.eigvalsh(single[2]).min()) > 0
+
+
+@pytest.mark.parametrize("family", ["diagonal", "isotropic"])
+@torch.no_grad()
+def test_float32_holds_in_the_scanned_families(family: str) -> None:
+    problem = hard_problem(2048, 32)
+    problem["evidence"] *= 32
+    exact = run(problem, state=False, covariance=family)
+    single = run({name: x.float() for name, x in problem.items()}, state=False, covariance=family)
+    for x, y in zip(single, exact, strict=True):
+        assert x is not None and y is not None
+        assert relative_error(x, y) < 1e-4
+
+
+def test_float32_gradients_hold_on_repeated_keys() -> None:
+    problem = hard_problem(1024, 32)
+    exact = results_and_gradients(problem, state=False)
+    single = results_and_gradients({name: x.float() for name, x in problem.items()}, state=False)
+    for name in ("dq", "dk", "dv", "dg", "dobs_var", "dprocess_var", "devidence", "dprior_var"):
+        assert relative_error(single[name], exact[name]) < 1e-3, name
+
+
+def test_no_covariance_is_kept_per_token() -> None:
+    """All that the chunk path keeps for its gradient is a fraction of one covariance a token."""
+    T, D = 1024, 128
+    problem = {name: x.float().requires_grad_() for name, x in hard_problem(T, D).items()}
+    kept: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        run(problem, state=False)
+    assert sum(kept.values()) < T * D * D * 4 / 3
+
+
+@torch.no_grad()
+def test_shortcuts_of_float32_products_are_switched_off() -> None:
+    """TF32 on an accelerator, bfloat16 products on a CPU that has them."""
+    problem = {name: x.float() for name, x in hard_problem(256, 64).items()}
+    exact = run(problem, state=False)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        quick = run(problem, state=False)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for x, y in zip(quick, exact, strict=True):
+        assert x is not None and y is not None
+        assert torch.equal(x, y)
+
+
+def test_output_keeps_the_dtype_of_v_and_the_state_is_float32() -> None:
+    problem = make_problem(20, dtype=torch.bfloat16)
+    o, mean, cov = run(problem)
+    assert cov is not None
+    assert (o.dtype, mean.dtype, cov.dtype) == (torch.bfloat16, torch.float32, torch.float32)
