@@ -1,0 +1,79 @@
+"""The same folder through flash-linear-attention's own model class, with its naive functions for kernels.
+
+Skipped where fla or triton is not installed. fla's kernels need a GPU; its classes and naive functions do not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folders import write_teacher
+from torch import Tensor
+
+from regraft.convert import load_model
+
+torch.set_num_threads(1)
+pytest.importorskip("triton")
+layer = pytest.importorskip("fla.layers.gated_deltanet")
+mlp = pytest.importorskip("fla.modules.mlp")
+models = pytest.importorskip("fla.models")
+naive = pytest.importorskip("fla.ops.gated_delta_rule.naive")
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **settings: Any
+) -> tuple[Tensor, None]:
+    """What fla's kernel is asked to do around its rule, then the naive rule."""
+    repeats = v.shape[2] // q.shape[2]
+    q, k = (y.repeat_interleave(repeats, dim=2) for y in (q, k))
+    q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
+    g = -settings["A_log"].exp() * F.softplus(g + settings["dt_bias"])
+    beta = beta.sigmoid() * (2 if settings["allow_neg_eigval"] else 1)
+    o, _ = naive.naive_recurrent_gated_delta_rule(q, k, v, beta, g)
+    return o, None
+
+
+def convolution(self: Any, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    padded = F.pad(x.mT, (self.weight.shape[-1] - 1, 0))
+    return F.silu(F.conv1d(padded, self.weight, groups=x.shape[-1])).mT, None
+
+
+def norm(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    y = F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+    return y if gate is None else y * F.silu(gate)
+
+
+@pytest.fixture
+def naive_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
+        monkeypatch.setattr(layer, name, gated_delta_rule)
+    monkeypatch.setattr(layer.GatedDeltaNet, "_use_fused_qkv_conv", lambda *_, **__: False)
+    monkeypatch.setattr(layer.ShortConvolution, "forward", convolution)
+    monkeypatch.setattr(layer.RMSNorm, "forward", norm)
+    monkeypatch.setattr(layer.FusedRMSNormGated, "forward", norm)
+    monkeypatch.setattr(mlp, "swiglu", lambda gate, y: F.silu(gate) * y)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"num_v_heads": 4, "expand_v": 2},
+        {"use_gate": False, "num_heads": 1, "tie_word_embeddings": True},
+        {"allow_neg_eigval": True},
+    ],
+    ids=lambda shape: ",".join(shape) or "plain",
+)
+@torch.no_grad()
+def test_logits_are_those_of_flas_own_model(shape: dict[str, Any], naive_kernels, tmp_path: Path) -> None:
+    unfused = {"fuse_norm": False, "fuse_swiglu": False, "fuse_cross_entropy": False, "use_cache": False}
+    folder = write_teacher(tmp_path / "t", **unfused, **shape)
+    theirs = models.GatedDeltaNetForCausalLM.from_pretrained(folder).eval()
+    ids = torch.randint(97, (2, 150), generator=torch.Generator().manual_seed(1))
+    expected = theirs(ids).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(load_model(str(folder))(ids).logits, expected, rtol=1e-4, atol=1e-4)
