@@ -1,6 +1,7 @@
-"""The same folder through flash-linear-attention's own model class, with its naive functions for kernels.
+"""The same folder through flash-linear-attention's own model class, with its naive functions as kernels.
 
-Skipped where fla or triton is not installed. fla's kernels need a GPU; its classes and naive functions do not.
+Skipped where fla or triton is not installed: fla's kernels need a GPU, its classes and naive functions
+do not.
 """
 
 from __future__ import annotations
