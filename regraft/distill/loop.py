@@ -178,15 +178,18 @@ class Loop:
                 total.backward()
             for name, loss in losses.items():
                 sums[name] += float(loss.detach())
-        if not stage.learns_evidence(step):
-            parameters = dict(self.student.named_parameters())
-            for name in learned:  # the schedule still leads
-                parameters[name].grad = None
+        evidence = [p for n, p in evidence_parameters(self.student).items() if n in learned]
+        if not stage.learns_evidence(step):  # the schedule still leads
+            for p in evidence:
+                p.grad = None
         moving = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(moving, stage.optimiser.clip or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = stage.lr_at(step)
         optimizer.step()
+        with torch.no_grad():
+            for p in evidence:
+                p.clamp_(min=0)  # the layer clamps it too: below 0 it would have no gradient and never return
         return {
             "loss": sum(weights[name] * value for name, value in sums.items()),
             **sums,
