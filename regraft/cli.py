@@ -239,7 +239,7 @@ def verify(
         float | None,
         typer.Option(
             min=0,
-            help="Largest logit difference; 1e-4 in float32, 0.25 in bfloat16 if not given.",
+            help="Largest logit difference; 1e-4 in float32, 0.5 in bfloat16 if not given.",
             rich_help_panel=TO_CHECK,
         ),
     ] = None,
