@@ -170,7 +170,7 @@ class Mixer(nn.Module):
             k = _where(real, k)
             design = Design(
                 _where(real, design.g),
-                design.obs_var,
+                _where(real, design.obs_var, 1.0),
                 _where(real, design.process_var),
                 None if design.rotation is None else _where(real, design.rotation),
             )
@@ -204,6 +204,6 @@ def l2_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _where(real: Tensor, x: Tensor) -> Tensor:
-    """`x [B,T,...]` where `real [B,T]`, else 0."""
-    return x * real.reshape(*real.shape, *[1] * (x.dim() - 2))
+def _where(real: Tensor, x: Tensor, fill: float = 0.0) -> Tensor:
+    """`x [B,T,...]` where `real [B,T]`, else `fill`."""
+    return x.where(real.reshape(*real.shape, *[1] * (x.dim() - 2)), fill)
