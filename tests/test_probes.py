@@ -136,6 +136,15 @@ def test_the_verb_writes_tables_json_and_figures(regraft, tmp_path: Path) -> Non
     assert printed == json.loads(before) and markdown(printed) == (out / "collision.md").read_text()
 
 
+def test_every_command_of_the_page_runs(regraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "probes.md").read_text(encoding="utf-8")
+    commands = [line.split()[1:] for line in page.splitlines() if line.startswith("    regraft ")]
+    assert len(commands) == 3
+    monkeypatch.chdir(tmp_path)
+    for words in commands:
+        assert regraft(*words)[0] == 0, words
+
+
 def test_no_basis_is_refused() -> None:
     with pytest.raises(ValueError, match="count"):
         collision(0)
