@@ -1,6 +1,6 @@
 """Trains the embedded teacher: a small Gated DeltaNet that retrieves inside its training length.
 
-    python scripts/train_teacher.py --text books_*.jsonl.xz --out OUT --minutes 8 [--device cuda]
+    python scripts/train_teacher.py --text books_*.jsonl.xz --valid valid.jsonl.xz --out OUT --graph --compile
 
 Public-domain books mixed with needle documents whose key words never occur in evaluation. A plain mixture
 leaves retrieval on a plateau, so it grows in levels (see docs/teacher.md): each level holds one difficulty
