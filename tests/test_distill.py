@@ -12,7 +12,7 @@ import pytest
 import torch
 from folders import write_teacher
 
-from regraft.convert import load_model, load_tokenizer
+from regraft.convert import load_model, load_tokenizer, make_student
 from regraft.distill import checkpoint, control, distill
 from regraft.distill.data import Rows, RowStream, paragraphs
 from regraft.distill.loop import Loop
@@ -73,12 +73,10 @@ checkpoint: {{every: 4, keep: 2}}
 @pytest.fixture
 def pair(recipe):
     """A teacher and its exact copy with Bayesian Layers at 1 and 2."""
-    from regraft.convert import make_student
-
-    made = make_student(recipe.teacher.model, [1, 2])
-    for p in made.teacher.parameters():
+    teacher = load_model(recipe.teacher.model)
+    for p in teacher.parameters():
         p.requires_grad_(False)
-    return made.teacher, made.student
+    return teacher, make_student(recipe.teacher.model, [1, 2]).student
 
 
 def some_rows(rows=3, length=70, vocab=100, masked=()):
