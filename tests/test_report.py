@@ -204,7 +204,7 @@ def test_a_transformers_model_gives_the_same_records_at_any_batch_size(tiny, tok
     assert runs[0] == runs[1]
     assert len(runs[0]) == 4 and all(record["completion"] for record in runs[0])
     assert ("documents", 2, 2) in ticks
-    assert ticks[-1][0] == "tiny: niah_single_2 at 240" and ticks[-1][1] == ticks[-1][2]
+    assert ticks[-1][0] == "tiny: niah_single_2 at 200 and on" and ticks[-1][1] == ticks[-1][2]
 
 
 def test_batches_shared_beginnings_and_lm_evals_own_loop_give_the_same_answers(tiny, tokenizer):
@@ -220,7 +220,7 @@ def test_batches_shared_beginnings_and_lm_evals_own_loop_give_the_same_answers(t
         Prompt(tuple(tokenizer(d.model_input)["input_ids"]), tuple(values), 24)
         for d, values in zip(flat, wanted, strict=True)
     ]
-    assert _shared(prompts[:4]) >= 64
+    assert _shared(sorted(prompts[:4], key=lambda p: p.ids)) >= 64
     runs = [answer(tiny, tokenizer, prompts, batch_size=size) for size in (1, 3, 8)]
     assert runs[0] == runs[1] == runs[2]
     ended = 0
@@ -249,14 +249,14 @@ def test_finished_cells_are_not_run_again(tokenizer, tmp_path):
     assert calls == [3]
     assert run(2, [512]) == first[:2] and calls == [3]  # the first of a longer set
     more = run(5, [512, 600])
-    assert more[:3] == first and calls == [3, 2, 5]
-    assert run(5, [512, 600]) == more and calls == [3, 2, 5]
-    assert run(5, [512, 600], "b") == more and calls[3:] == [5, 5]  # other weights
+    assert more[:3] == first and calls == [3, 2 + 5]
+    assert run(5, [512, 600]) == more and calls == [3, 7]
+    assert run(5, [512, 600], "b") == more and calls[2:] == [10]  # other weights
     run(1, [512], "")
-    assert calls[5:] == [1]  # nothing of a nameless model is kept
+    assert calls[3:] == [1]  # nothing of a nameless model is kept
     for file in (tmp_path / "cells").iterdir():
         file.write_bytes(file.read_bytes()[:60])  # a damaged file counts as absent
-    assert run(5, [512, 600]) == more and calls[6:] == [5, 5]
+    assert run(5, [512, 600]) == more and calls[4:] == [10]
 
 
 def test_a_prompt_without_room_is_refused_not_truncated(tiny, tokenizer):

@@ -32,17 +32,10 @@ from regraft.report.tasks import make_documents
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=5000",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--virtual-time-budget=5000",
     "--enable-logging=stderr",
-]
+]  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -83,9 +76,10 @@ def made_up_perplexity(models: list[str]) -> list[dict]:
                 ]
                 records.append(
                     {
-                        "model": model, "set": "some.txt", "length": length, "document": document, "stretch": 0,
+                        "model": model, "set": "some.txt", "length": length, "document": document,
                         "tokens": length, "nll": sum(part[3] for part in parts), "bytes": 4 * length,
-                        "buckets": parts, "text_sha256": str(document), "tokenizer": "t", "before": "<b>",
+                        "buckets": parts, "text_sha256": str(document), "stretch": 0, "tokenizer": "t",
+                        "before": "<b>",
                     }
                 )  # fmt: skip
     return records
@@ -206,7 +200,7 @@ def run(tmp_path, tiny, tokenizer, monkeypatch) -> Path:
         [
             f"teacher.model={tmp_path / 'run' / 'export'}", "report.niah.samples=12",
             "report.niah.tasks=[niah_single_2, niah_multikey_1]", "report.niah.lengths=[240, 320]",
-            "report.perplexity={lengths: [64, 128], sets: [austen], samples: 3}",
+            "report.perplexity={lengths: [64, 128], sets: [austen], samples: 3}", "report.niah.batch_size=10",
         ],
     )  # fmt: skip
     (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe))
@@ -218,11 +212,12 @@ def test_an_interrupted_report_goes_on_where_it_was(run, monkeypatch, capsys):
     calls: list[tuple] = []
     answered = _Run._answered
 
-    def stop_at_the_third(self, documents):
-        calls.append((documents[0].task, documents[0].length, len(documents)))
+    def stop_at_the_third(self, made):
+        ((cell, documents),) = made.items()
+        calls.append((*cell, len(documents)))
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return answered(self, documents)
+        return answered(self, made)
 
     monkeypatch.setattr(_Run, "_answered", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):

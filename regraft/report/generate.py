@@ -21,7 +21,7 @@ PREFILL_TOKENS = {
 BLOCK = (
     64  # shared beginnings end at whole chunks of the filter, which then sums in the same order either way
 )
-SPREAD = 1.1  # prompts of one batch differ in length by this factor at most
+SPREAD = 1.1  # prompts read together differ in length by this factor at most
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Prompt:
     ids: tuple[int, ...]
     answers: tuple[str, ...]
     new_tokens: int
+
+    @property
+    def kind(self) -> tuple[int, tuple[int, ...]]:
+        """Prompts of one kind are read together: of like length, with the same first block."""
+        return int(log(len(self.ids)) / log(SPREAD)), self.ids[:BLOCK]
 
 
 @torch.no_grad()
@@ -44,39 +49,42 @@ def answer(
 ) -> list[str]:
     """Greedy completions in the order of the prompts; a row ends at end-of-text, its budget or its answers.
 
+    Like prompts are read together, few at a time; writing costs the same for few rows as for many, so that
+    rows of all lengths and budgets write together.
+
     Args:
         model: in eval mode.
         tokenizer: decodes what was written; its special tokens are left out of the text.
         prompts: any mixture of lengths and budgets.
-        batch_size: rows decoded together.
-        progress: called with the number of prompts just answered.
+        batch_size: rows that write together.
+        progress: called with the number of prompt tokens just read.
     """
     texts = [""] * len(prompts)
-
-    def like(i: int) -> tuple[int, int]:
-        return prompts[i].new_tokens, int(log(len(prompts[i].ids)) / log(SPREAD))
-
     # longest first: an estimate of the time left errs on the safe side; then by ids, so that neighbours share
-    order = sorted(range(len(prompts)), key=lambda i: (*like(i)[::-1], prompts[i].ids), reverse=True)
-    for _, alike in groupby(order, key=like):
-        rows = list(alike)
-        for start in range(0, len(rows), batch_size):
-            batch = rows[start : start + batch_size]
-            for i, text in zip(batch, _decode(model, tokenizer, [prompts[i] for i in batch]), strict=True):
-                texts[i] = text
-            if progress:
-                progress(len(batch))
+    order = sorted(range(len(prompts)), key=lambda i: (prompts[i].kind, prompts[i].ids), reverse=True)
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        batch = [prompts[i] for i in rows]
+        for i, text in zip(
+            rows, _write(model, tokenizer, batch, *_read(model, batch, progress)), strict=True
+        ):
+            texts[i] = text
     return texts
 
 
-def _decode(model: RegraftForCausalLM, tokenizer: PreTrainedTokenizerFast, batch: list[Prompt]) -> list[str]:
-    """Completions of one batch; finished rows leave it, so that later steps cost less."""
-    cache, logits = _read(model, batch)
+def _write(
+    model: RegraftForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    batch: list[Prompt],
+    cache: RegraftCache,
+    logits: Tensor,
+) -> list[str]:
+    """Completions of one batch from its state; finished rows leave it, so that later steps cost less."""
     stops = _stop_ids(model, tokenizer)
     written: list[list[int]] = [[] for _ in batch]
     texts = [""] * len(batch)
     rows = list(range(len(batch)))
-    for _ in range(batch[0].new_tokens):
+    while rows:
         tokens = logits.argmax(-1)  # [B]
         keep = []
         for place, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
@@ -84,38 +92,52 @@ def _decode(model: RegraftForCausalLM, tokenizer: PreTrainedTokenizerFast, batch
                 continue
             written[row].append(token)
             texts[row] = tokenizer.decode(written[row], skip_special_tokens=True)
-            if not all(complete(value, texts[row]) for value in batch[row].answers):
+            done = all(complete(value, texts[row]) for value in batch[row].answers)
+            if not done and len(written[row]) < batch[row].new_tokens:
                 keep.append(place)
-        if not keep or len(written[rows[keep[0]]]) == batch[0].new_tokens:
-            break
-        if len(keep) < len(rows):
+        if keep and len(keep) < len(rows):
             chosen = torch.tensor(keep, device=tokens.device)
             cache.select(chosen)
-            tokens, rows = tokens[chosen], [rows[place] for place in keep]
-        logits = model(tokens[:, None], cache=cache, logits_to_keep=1).logits[:, -1]
+            tokens = tokens[chosen]
+        rows = [rows[place] for place in keep]
+        if rows:
+            logits = model(tokens[:, None], cache=cache, logits_to_keep=1).logits[:, -1]
     return texts
 
 
-def _read(model: RegraftForCausalLM, batch: list[Prompt]) -> tuple[RegraftCache, Tensor]:
+def _read(
+    model: RegraftForCausalLM, batch: list[Prompt], progress: Callable[[int], None] | None = None
+) -> tuple[RegraftCache, Tensor]:
     """State after every prompt and the logits `[B,vocab]` of its first new token."""
-    device = model.device
-    shared = _shared(batch) if len(batch) > 1 else 0
-    beginning: RegraftCache | None = None
-    if shared:
-        ids = torch.tensor([batch[0].ids[:shared]], device=device)
-        beginning = model.model(ids, use_cache=True).cache
-    longest = max(len(prompt.ids) for prompt in batch)
-    at_once = max(1, PREFILL_TOKENS.get(device.type, 4096) // longest)
     caches, logits = [], []
-    for start in range(0, len(batch), at_once):
-        part = [prompt.ids[shared:] for prompt in batch[start : start + at_once]]
-        width = max(map(len, part))
-        ids = torch.tensor([(0,) * (width - len(row)) + row for row in part], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in part], device=device)
-        out = model(ids, mask, cache=_copies(beginning, len(part)), use_cache=True, logits_to_keep=1)
-        caches.append(out.cache)
-        logits.append(out.logits[:, -1])
+    for _, alike in groupby(batch, key=lambda prompt: prompt.kind):
+        group = list(alike)
+        shared = _shared(group) if len(group) > 1 else 0
+        beginning: RegraftCache | None = None
+        if shared:
+            ids = torch.tensor([group[0].ids[:shared]], device=model.device)
+            beginning = model.model(ids, use_cache=True).cache
+        longest = max(len(prompt.ids) for prompt in group)
+        at_once = max(1, PREFILL_TOKENS.get(model.device.type, 4096) // longest)
+        for start in range(0, len(group), at_once):
+            part = group[start : start + at_once]
+            cache, last = _read_part(model, [prompt.ids[shared:] for prompt in part], beginning)
+            caches.append(cache)
+            logits.append(last)
+            if progress:
+                progress(sum(len(prompt.ids) for prompt in part))
     return _joined(caches), torch.cat(logits)
+
+
+def _read_part(
+    model: RegraftForCausalLM, part: list[tuple[int, ...]], beginning: RegraftCache | None
+) -> tuple[RegraftCache, Tensor]:
+    """State and last logits `[B,vocab]` of rows of ids, left-padded, that go on from one beginning."""
+    width = max(map(len, part))
+    ids = torch.tensor([(0,) * (width - len(row)) + row for row in part], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in part], device=model.device)
+    out = model(ids, mask, cache=_copies(beginning, len(part)), use_cache=True, logits_to_keep=1)
+    return out.cache, out.logits[:, -1]
 
 
 def _shared(batch: list[Prompt]) -> int:

@@ -48,7 +48,7 @@ class NeedleLM(HFLM):
         max_length: prompt and generated tokens together; None is the model's own limit, for our decoder none.
         answers: the values wanted, by the text the model reads.
         batch_size: documents generated at once.
-        progress: called with the number of documents just answered.
+        progress: called with the number of tokens just read.
     """
 
     def __init__(
@@ -133,5 +133,5 @@ class NeedleLM(HFLM):
             **kwargs | {"do_sample": False},
         )
         if self.progress:
-            self.progress(len(context))
+            self.progress(int((context != self.tokenizer.pad_token_id).sum()))
         return out

@@ -59,7 +59,7 @@ def evaluate(
     lengths: Sequence[int],
     samples: int,
     seed: int = 0,
-    batch_size: int = 8,
+    batch_size: int = 64,
     progress: Tick | None = None,
     say: Callable[[str], None] | None = None,
     haystack: Haystack | None = None,
@@ -144,9 +144,9 @@ class _Run:
         self.total = sum(document.n_tokens for documents in todo.values() for document in documents)
         count = sum(map(len, todo.values()))
         begin = time.perf_counter()
-        for cell, documents in todo.items():
-            if documents:
-                kept[cell] += self._answered(documents)
+        for portion in _portions(todo, self.batch_size):
+            for cell, records in self._answered({cell: todo[cell] for cell in portion}).items():
+                kept[cell] += records
                 if shelf:
                     shelf.put(keys[cell], kept[cell])
         if self.say:
@@ -154,28 +154,29 @@ class _Run:
             self.say(_speed(self.name, count, self.total, seconds, sum(map(len, kept.values())) - count))
         return kept
 
-    def _answered(self, documents: list[NeedleDocument]) -> list[Record]:
-        mean = sum(document.n_tokens for document in documents) / len(documents)
-        what = f"{self.name}: {documents[0].task} at {documents[0].length:,}"
-        begun, answered = self.done, 0
+    def _answered(self, made: dict[Cell, list[NeedleDocument]]) -> dict[Cell, list[Record]]:
+        cells = list(made)
+        what = f"{self.name}: {cells[0][0]} at {cells[0][1]:,}" + (" and on" if len(cells) > 1 else "")
+        end = self.done + sum(document.n_tokens for documents in made.values() for document in documents)
 
-        def tick(more: int) -> None:
-            nonlocal answered
-            answered += more
-            self.done = begun + round(answered * mean)
+        def tick(tokens: int) -> None:
+            self.done = min(end, self.done + tokens)
             if self.progress:
                 self.progress(what, self.done, self.total)
 
         tick(0)
         with _guest():
-            completions = _complete(self._model(documents, tick), documents)
-        tick(len(documents) - answered)
-        return [
-            _record(document, text) | self.header
-            for document, text in zip(documents, completions, strict=True)
-        ]
+            completions = _complete(self._model(made, tick), made)
+        tick(end - self.done)
+        return {
+            cell: [
+                _record(document, text) | self.header
+                for document, text in zip(documents, completions[cell], strict=True)
+            ]
+            for cell, documents in made.items()
+        }
 
-    def _model(self, documents: list[NeedleDocument], tick: Callable[[int], None]) -> Any:
+    def _model(self, made: dict[Cell, list[NeedleDocument]], tick: Callable[[int], None]) -> Any:
         """The model as lm-eval takes it, loaded once."""
         from lm_eval.api.model import LM
 
@@ -188,7 +189,8 @@ class _Run:
                 model, self.entrant.tokenizer, answers={}, batch_size=self.batch_size
             )  # fmt: skip
         if isinstance(self._lm, NeedleLM):
-            self._lm.answers = {document.model_input: list(document.answers) for document in documents}
+            flat = (document for documents in made.values() for document in documents)
+            self._lm.answers = {document.model_input: list(document.answers) for document in flat}
             self._lm.progress = tick
         return self._lm
 
@@ -224,19 +226,36 @@ def _record(document: NeedleDocument, completion: str) -> Record:
     }
 
 
-def _complete(lm: Any, documents: list[NeedleDocument]) -> list[str]:
-    """Completions of one cell, in the order of the documents, through lm-eval's own loop."""
+def _portions(todo: dict[Cell, list[NeedleDocument]], batch_size: int) -> list[list[Cell]]:
+    """Cells with something to do, small ones together: a batch is filled, yet little is lost when stopped."""
+    portions: list[list[Cell]] = []
+    room = 0
+    for cell, documents in todo.items():
+        if not documents:
+            continue
+        if len(documents) > room:
+            portions.append([])
+            room = batch_size
+        portions[-1].append(cell)
+        room -= len(documents)
+    return portions
+
+
+def _complete(lm: Any, made: dict[Cell, list[NeedleDocument]]) -> dict[Cell, list[str]]:
+    """Completions of some cells, in the order of the documents, through lm-eval's own loop."""
     from lm_eval.evaluator import evaluate as run  # simple_evaluate lists all pip packages at every call
     from lm_eval.tasks import TaskManager
 
-    task = TaskManager(include_defaults=False).load([task_config(documents)])
-    results = run(lm, task, log_samples=True, bootstrap_iters=0)  # intervals are ours, by document
-    cell = documents[0].task, documents[0].length
-    samples = sorted(results["samples"][task_name(cell)], key=lambda sample: sample["doc_id"])
-    sent = [sample["arguments"][0][0] for sample in samples]
-    if sent != [document.model_input for document in documents]:
-        raise RuntimeError(f"lm-eval sent other prompts than the documents of {cell}")
-    return [sample["resps"][0][0] for sample in samples]
+    tasks = TaskManager(include_defaults=False).load([task_config(documents) for documents in made.values()])
+    results = run(lm, tasks, log_samples=True, bootstrap_iters=0)  # intervals are ours, by document
+    completions = {}
+    for cell, documents in made.items():
+        samples = sorted(results["samples"][task_name(cell)], key=lambda sample: sample["doc_id"])
+        sent = [sample["arguments"][0][0] for sample in samples]
+        if sent != [document.model_input for document in documents]:
+            raise RuntimeError(f"lm-eval sent other prompts than the documents of {cell}")
+        completions[cell] = [sample["resps"][0][0] for sample in samples]
+    return completions
 
 
 @contextmanager
