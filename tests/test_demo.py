@@ -1,0 +1,57 @@
+"""The demo recipe, shortened: convert, distil, control and report on the embedded teacher, as users do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SHORT = ("phases.0.tokens=8192", "phases.1.tokens=8192", "report.niah.samples=2", "report.niah.lengths=[512]")
+
+
+@pytest.mark.slow
+def test_the_demo_recipe_from_teacher_to_report(tmp_path, regraft_done):
+    run = tmp_path / "demo"
+    overrides = [word for override in SHORT for word in ("--set", override)]
+    regraft_done("distill", "demo", "--out", run, *overrides)
+    regraft_done("control", run)
+    printed = regraft_done("report", run)
+    for name in ("report.json", "niah_mean.png", "report.html"):
+        assert (run / "report" / name).stat().st_size > 1000
+    assert "student - control" in printed and str(run / "export") in printed
+    certificate = json.loads((run / "start" / "verify.json").read_text())
+    assert certificate["passed"]
+    student = AutoModelForCausalLM.from_pretrained(run / "export")
+    evidence = student.model.layers[1].attn.evidence
+    assert torch.equal(evidence, torch.ones_like(evidence))
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    text = (
+        "A special magic number is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the number afterwards.\n"
+        "One of the special magic numbers for brave-otter is: 7301942. The rain went on all day.\n"
+        "What is the special magic number for brave-otter mentioned in the provided text? "
+        "The special magic number for brave-otter mentioned in the provided text is"
+    )
+    ids = tokenizer(text, return_tensors="pt")
+    answer = student.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "7301942" in tokenizer.decode(answer)
+
+
+@pytest.fixture
+def regraft_done(monkeypatch, capsys):
+    """Run a verb in this process to its good end; returns what it printed."""
+    import sys
+
+    from regraft import cli
+
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["regraft", *map(str, arguments)])
+        try:
+            cli.main()
+        except SystemExit as stop:
+            assert not stop.code, capsys.readouterr()
+        return capsys.readouterr().out
+
+    return run
