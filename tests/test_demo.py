@@ -12,12 +12,13 @@ SHORT = ("phases.0.tokens=8192", "phases.1.tokens=8192", "report.niah.samples=2"
 
 
 @pytest.mark.slow
-def test_the_demo_recipe_from_teacher_to_report(tmp_path, regraft_done):
+def test_the_demo_recipe_from_teacher_to_report(tmp_path, regraft):
     run = tmp_path / "demo"
     overrides = [word for override in SHORT for word in ("--set", override)]
-    regraft_done("distill", "demo", "--out", run, *overrides)
-    regraft_done("control", run)
-    printed = regraft_done("report", run)
+    assert regraft("distill", "demo", "--out", run, *overrides)[0] == 0
+    assert regraft("control", run)[0] == 0
+    code, printed, _ = regraft("report", run)
+    assert code == 0
     for name in ("report.json", "niah_mean.png", "report.html"):
         assert (run / "report" / name).stat().st_size > 1000
     assert "student - control" in printed and str(run / "export") in printed
@@ -37,21 +38,3 @@ def test_the_demo_recipe_from_teacher_to_report(tmp_path, regraft_done):
     ids = tokenizer(text, return_tensors="pt")
     answer = student.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert "7301942" in tokenizer.decode(answer)
-
-
-@pytest.fixture
-def regraft_done(monkeypatch, capsys):
-    """Run a verb in this process to its good end; returns what it printed."""
-    import sys
-
-    from regraft import cli
-
-    def run(*arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["regraft", *map(str, arguments)])
-        try:
-            cli.main()
-        except SystemExit as stop:
-            assert not stop.code, capsys.readouterr()
-        return capsys.readouterr().out
-
-    return run

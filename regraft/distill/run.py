@@ -55,8 +55,8 @@ def distill(recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool 
     _same_recipe(recipe, out)
     manifest = _read(out / MANIFEST)
     stages = phase_stages(recipe)
-    teacher = _on_device(load_model(recipe.teacher.model, revision=recipe.teacher.revision), recipe)
-    student = _on_device(load_model(str(out / START)), recipe)
+    teacher = _on_device(load_model(recipe.teacher.model, revision=recipe.teacher.revision))
+    student = _on_device(load_model(str(out / START)))
     _train(recipe, out, student, teacher, tuple(manifest["layers"]), stages, resume, console)
 
 
@@ -77,7 +77,7 @@ def control(run: Path, *, resume: bool = False, overwrite: bool = False) -> None
             manifest = {**_origin(recipe), "kind": "control", "layers": parent["layers"]}
             write_json(folder / MANIFEST, manifest)
             write_text(folder / RECIPE, dump_recipe(recipe))
-    model = _on_device(load_model(recipe.teacher.model, revision=recipe.teacher.revision), recipe)
+    model = _on_device(load_model(recipe.teacher.model, revision=recipe.teacher.revision))
     layers = tuple(parent["layers"])
     done = _train(recipe, out, model, None, layers, control_stages(recipe), resume, console)
     theirs = parent.get("finished", {}).get("data_sha256")
@@ -191,7 +191,7 @@ def _read(manifest: Path) -> dict[str, Any]:
     return json.loads(manifest.read_text(encoding="utf-8"))
 
 
-def _on_device(model: RegraftForCausalLM, recipe: Recipe) -> RegraftForCausalLM:
+def _on_device(model: RegraftForCausalLM) -> RegraftForCausalLM:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
