@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -69,6 +70,11 @@ class Rows:
     def predicted(self) -> Tensor:
         """`[R,T-1]`: whether the token after each is predicted, being real and of the same document."""
         return self.real[:, 1:] & ~self.first[:, 1:]
+
+    @property
+    def predicting(self) -> Tensor:
+        """`[N]`: places, in the rows laid end to end, whose next token is predicted."""
+        return F.pad(self.predicted, (0, 1)).flatten().nonzero().squeeze(-1)
 
     @property
     def tokens(self) -> int:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ from regraft.distill import checkpoint
 from regraft.distill.data import Rows, RowStream
 from regraft.distill.losses import Objective
 from regraft.distill.stage import Stage
-from regraft.distill.trainable import evidence_parameters, parameter_groups, trainable_names
+from regraft.distill.trainable import (
+    evidence_parameters,
+    parameter_groups,
+    shares_prefix,
+    trainable_names,
+)
 from regraft.layers import RegraftForCausalLM
 
 
@@ -91,17 +97,16 @@ class Loop:
         moved: set[str] = set(evidence_parameters(self.student))
         first = 0
         with _progress(self.total, self.at.step) as bar, _interruptible() as stop, self._metrics() as metrics:
-            for number, stage in enumerate(self.stages):
+            for stage in self.stages:
                 names = trainable_names(self.student, stage.train, self.layers)
                 moved |= set(names)
                 if self.at.step < first + stage.steps:
-                    self._run_stage(number, stage, first, names, moved, bar, stop, metrics)
+                    self._run_stage(stage, first, names, moved, bar, stop, metrics)
                 first += stage.steps
         return self.at
 
     def _run_stage(
         self,
-        number: int,
         stage: Stage,
         first: int,
         names: list[str],
@@ -121,9 +126,8 @@ class Loop:
             checkpoint.restore_optimizer(self._optimizer_from, optimizer)
         else:
             self.at.variance = {}
-        # Nothing before the first converted layer has moved while only converted mixers train.
-        shared = self.teacher is not None and all(s.train == "converted" for s in self.stages[: number + 1])
-        objective = Objective(stage.losses, self.layers, shared, self.at.variance)
+        shared = shares_prefix(self.student, self.teacher, self.layers, names)
+        objective = Objective(stage.losses, self.layers, shared, self.at.variance, stage.logit_chunk)
         for step in range(self.at.step - first, stage.steps):
             began = time.monotonic()
             self._set_evidence(stage, step, evidence)
@@ -168,16 +172,21 @@ class Loop:
         sums = dict.fromkeys(weights, 0.0)
         optimizer.zero_grad(set_to_none=True)
         device = self.student.model.embeddings.weight.device
-        for micro in rows.split(stage.micro_batch or len(rows.ids)):
-            with torch.autocast(device.type, self.autocast, enabled=self.autocast != torch.float32):
+        micros = [micro.to(device) for micro in rows.split(stage.micro_batch or len(rows.ids))]
+        autocast = partial(torch.autocast, device.type, self.autocast, self.autocast != torch.float32)
+        if self.teacher is not None and not objective.variance:
+            with autocast():
+                objective.measure(self.teacher, micros)
+        for micro in micros:
+            with autocast():
                 losses = objective(
-                    self.student, self.teacher, micro.to(device), tokens=rows.tokens, targets=rows.targets
+                    self.student, self.teacher, micro, tokens=rows.tokens, targets=rows.targets
                 )
-            total = torch.stack([weights[name] * loss for name, loss in losses.items()]).sum()
+            total = torch.stack([weight * losses[name] for name, weight in weights.items()]).sum()
             if total.requires_grad:
                 total.backward()
             for name, loss in losses.items():
-                sums[name] += float(loss.detach())
+                sums[name] = sums.get(name, 0.0) + float(loss.detach())
         evidence = [p for n, p in evidence_parameters(self.student).items() if n in learned]
         if not stage.learns_evidence(step):  # the schedule still leads
             for p in evidence:
@@ -191,7 +200,7 @@ class Loop:
             for p in evidence:
                 p.clamp_(min=0)  # the layer clamps it too: below 0 it would have no gradient and never return
         return {
-            "loss": sum(weights[name] * value for name, value in sums.items()),
+            "loss": sum(weight * sums[name] for name, weight in weights.items()),
             **sums,
             "grad_norm": float(norm),
         }

@@ -22,6 +22,7 @@ class Stage:
     optimiser: Optimiser
     batches: tuple[tuple[int, int], ...]  # (steps, rows a step), in order
     micro_batch: int | None
+    logit_chunk: int
     evidence: Evidence | None
 
     @property
@@ -82,6 +83,7 @@ def phase_stages(recipe: Recipe) -> list[Stage]:
             optimiser=phase,
             batches=(_steps(phase.tokens, phase.batch_tokens, recipe.data.seq_len),),
             micro_batch=phase.micro_batch,
+            logit_chunk=phase.logit_chunk,
             evidence=phase.evidence,
         )
         for phase in recipe.phases
@@ -100,6 +102,7 @@ def control_stages(recipe: Recipe) -> list[Stage]:
             optimiser=recipe.control,
             batches=tuple(batch for stage in phases for batch in stage.batches),
             micro_batch=phases[-1].micro_batch,
+            logit_chunk=phases[-1].logit_chunk,
             evidence=None,
         )
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.nn import Parameter
 
@@ -39,6 +40,23 @@ def trainable_names(model: RegraftForCausalLM, train: str, layers: Iterable[int]
     if not names:
         raise UserError("train", f"{train!r} selects no parameter.", "choose converted layers or `all`.")
     return names
+
+
+def shares_prefix(
+    student: nn.Module, teacher: nn.Module | None, layers: tuple[int, ...], names: Iterable[str]
+) -> bool:
+    """Whether student and teacher are one and the same before the first converted layer, and stay so while
+    the parameters in `names` train: their tensors are compared."""
+    if teacher is None:
+        return False
+    before = ("model.embeddings.", *(f"model.layers.{i}." for i in range(layers[0])))
+    theirs = {n: p for n, p in teacher.named_parameters() if n.startswith(before)}
+    mine = {n: p for n, p in student.named_parameters() if n.startswith(before)}
+    return (
+        theirs.keys() == mine.keys()
+        and not any(name.startswith(before) for name in names)
+        and all(torch.equal(p, mine[n]) for n, p in theirs.items())
+    )
 
 
 def evidence_parameters(model: nn.Module) -> dict[str, Parameter]:

@@ -59,6 +59,10 @@ def _not_empty(items: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def _some_weight(losses: tuple[Any, ...]) -> tuple[Any, ...]:
+    kinds = [loss.kind for loss in losses]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ValueError(f"two losses are of kind {kind!r}; give each once, with its weight")
     if not any(loss.weight for loss in losses):
         raise ValueError("every loss has weight 0: such a run would train nothing")
     return losses
@@ -264,6 +268,31 @@ class ForwardKL(Section):
     """Both sets of logits are divided by T; the loss is multiplied by T^2."""
 
 
+class ReverseKL(Section):
+    """KL(student || teacher) of the next-token distributions."""
+
+    kind: Literal["reverse_kl"] = "reverse_kl"
+    """Names this loss."""
+    weight: NonNegative = 1.0
+    """Factor in the sum of losses."""
+    temperature: Positive = 1.0
+    """Both sets of logits are divided by T; the loss is multiplied by T^2."""
+
+
+class JSD(Section):
+    """Generalised Jensen-Shannon divergence: beta KL(teacher || m) + (1 - beta) KL(student || m), where
+    m = beta teacher + (1 - beta) student."""
+
+    kind: Literal["jsd"] = "jsd"
+    """Names this loss."""
+    weight: NonNegative = 1.0
+    """Factor in the sum of losses."""
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the teacher in the mixture: near 0 like the forward KL, near 1 like the reverse."""
+    temperature: Positive = 1.0
+    """Both sets of logits are divided by T; the loss is multiplied by T^2."""
+
+
 class BoundaryMSE(Section):
     """Squared error of the hidden states after each converted layer, over the teacher's variance there."""
 
@@ -282,7 +311,7 @@ class CrossEntropy(Section):
     """Factor in the sum of losses."""
 
 
-Loss = Annotated[LayerNMSE | ForwardKL | BoundaryMSE | CrossEntropy, Discriminator("kind")]
+Loss = Annotated[LayerNMSE | ForwardKL | ReverseKL | JSD | BoundaryMSE | CrossEntropy, Discriminator("kind")]
 
 
 class Evidence(Section):
@@ -319,6 +348,8 @@ class Stretch(Section):
     """Tokens of one optimiser step: a multiple of `data.seq_len`."""
     micro_batch: Count | None = None
     """Rows computed at once (memory, not results, depends on it); null takes the whole step."""
+    logit_chunk: Count = 512
+    """Tokens whose logits exist at once (memory, not results, depends on it)."""
     lr: Positive
     """Peak learning rate."""
 
