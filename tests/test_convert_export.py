@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from folders import write_teacher
 from safetensors.torch import save_file
 
 from regraft.convert import load_model
+from regraft.convert import remote_code as bundle
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,6 +29,15 @@ import torch
 from safetensors.torch import load_file
 torch.set_num_threads(1)
 folder, expected = sys.argv[1], load_file(sys.argv[2])
+"""
+
+WITHOUT_THE_PACKAGE = """
+class Nothing:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in ("regraft", "fla", "triton", "lm_eval", "pydantic", "typer"):
+            raise ImportError(name + " is not here")
+sys.meta_path.insert(0, Nothing())
+options = {"trust_remote_code": True}
 """
 
 CHECK = """
@@ -60,8 +72,17 @@ def export(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def run(script: str, *arguments: object, **environment: str) -> None:
-    """Run a script in a fresh process that knows neither this folder nor the Hub's cache."""
+    """Run a script in a fresh process that knows neither this folder nor the Hub's cache.
+
+    Other paths of this process stay, so that it runs the same transformers.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "PYTHON", "TRANSFORMERS"))}
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [p for p in paths if p and not (Path(p) / "regraft").exists()]
+    environment["PYTHONPATH"] = os.pathsep.join([*others, *environment.get("PYTHONPATH", "").split()])
+    script = (
+        f"import transformers\nassert transformers.__version__ == {transformers.__version__!r}\n" + script
+    )
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         env={**kept, **environment},
@@ -79,17 +100,13 @@ def test_an_export_loads_with_the_package(export) -> None:
 
 def test_an_export_loads_without_the_package(export, tmp_path) -> None:
     """Only torch, transformers and the export's own files; importing regraft fails."""
-    block = """
-import sys
-class Nothing:
-    def find_spec(self, name, *_):
-        if name.split(".")[0] in ("regraft", "fla", "lm_eval", "pydantic", "typer"):
-            raise ImportError(name + " is not here")
-sys.meta_path.insert(0, Nothing())
-options = {"trust_remote_code": True}
-"""
     check = "assert not any(m.split('.')[0] == 'regraft' for m in sys.modules)\n"
-    run(PRELUDE + block + CHECK + check, *export, HF_MODULES_CACHE=str(tmp_path))
+    run(PRELUDE + WITHOUT_THE_PACKAGE + CHECK + check, *export, HF_MODULES_CACHE=str(tmp_path))
+
+
+def flat(source: Path) -> str:
+    """Name of a module in an export."""
+    return "_".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix("___init__")
 
 
 def test_the_code_inside_an_export_is_the_package_itself(export) -> None:
@@ -101,13 +118,51 @@ def test_the_code_inside_an_export_is_the_package_itself(export) -> None:
     for file in folder.glob("regraft_*.py"):
         text = file.read_text()
         assert not re.search(r"^\s*(from|import) regraft\b", text, re.MULTILINE), file
-        parts = file.stem.split("_")
-        sources = [
-            ROOT.joinpath(*parts[:2], "_".join(parts[2:]) + ".py"),
-            ROOT.joinpath(*parts, "__init__.py"),
-        ]
-        source = next(s for s in sources if s.is_file()).read_text()
-        assert len(source.splitlines()) == len(text.splitlines())
+        sources = [s for s in (ROOT / "regraft").rglob("*.py") if flat(s) == file.stem]
+        assert len(sources) == 1 and len(sources[0].read_text().splitlines()) == len(text.splitlines())
+
+
+def test_a_subpackage_with_triton_kernels_comes_along_and_needs_no_triton(
+    export, tmp_path, monkeypatch
+) -> None:
+    """Modules that import triton at their top, imported inside a function alone."""
+    folder, expected = export
+    package = tmp_path / "regraft"
+    shutil.copytree(ROOT / "regraft", package, ignore=shutil.ignore_patterns("assets", "__pycache__"))
+    kernels = package / "ops" / "made_up"
+    kernels.mkdir()
+    (kernels / "__init__.py").write_text("from regraft.ops.made_up.gains import gains\n")
+    (kernels / "gains.py").write_text(
+        "import triton\nimport triton.language as tl\n\nfrom regraft.ops.inputs import FilterInputs\n\n\n"
+        "@triton.jit\ndef gains(x):\n    tl.static_print(FilterInputs)\n"
+    )
+    op = package / "ops" / "kalman.py"
+    lazy = "    if q.is_cuda:\n        from regraft.ops.made_up import gains\n\n        gains(q)\n"
+    start = "    if backend not in BACKENDS:\n"
+    op.write_text(op.read_text().replace(start, lazy + start))
+    monkeypatch.setattr(bundle, "_ROOT", package)
+    code = bundle.remote_code()
+    assert "from .regraft_ops_made_up import gains" in code["regraft_ops_kalman.py"]
+    assert "from .regraft_ops_made_up_gains import gains" in code["regraft_ops_made_up.py"]
+    copied = tmp_path / "export"
+    shutil.copytree(folder, copied)
+    for name, text in code.items():
+        (copied / name).write_text(text)
+    arguments = (copied, expected)
+    run(PRELUDE + WITHOUT_THE_PACKAGE + CHECK, *arguments, HF_MODULES_CACHE=str(tmp_path / "modules"))
+
+
+@pytest.mark.parametrize(
+    "line", ["from . import chunk", "from regraft.ops import chunk", "import regraft.ops.chunk"]
+)
+def test_imports_that_a_flat_folder_cannot_hold_are_told(line: str, tmp_path, monkeypatch) -> None:
+    package = tmp_path / "regraft"
+    shutil.copytree(ROOT / "regraft", package, ignore=shutil.ignore_patterns("assets", "__pycache__"))
+    op = package / "ops" / "kalman.py"
+    op.write_text(f"{op.read_text()}\n\n{line}\n")
+    monkeypatch.setattr(bundle, "_ROOT", package)
+    with pytest.raises(ValueError, match=r"regraft\.ops\.kalman: `.*chunk` cannot go into an export"):
+        bundle.remote_code()
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from regraft.layers.cache import MixerState
 from regraft.layers.config import RegraftConfig
+from regraft.layers.fla_kernels import gated_delta_rule, needs_gradient, usable
 from regraft.ops import kalman_delta_rule
-from regraft.ops.inputs import Covariance
+from regraft.ops.inputs import Covariance, State
 
 
 class Design(NamedTuple):
@@ -94,6 +95,8 @@ class Mixer(nn.Module):
     float32_parameters: tuple[str, ...] = ()
     # Those among them that a Gated DeltaNet has not, so that a conversion from one has to make them.
     new_parameters: tuple[str, ...] = ()
+    # `fla`, `regraft` or `auto`: whose kernels compute a delta rule; None leaves it to REGRAFT_KERNELS.
+    kernels: str | None = None
 
     def __init__(self, config: RegraftConfig, **settings: Any) -> None:
         super().__init__()
@@ -174,7 +177,43 @@ class Mixer(nn.Module):
                 _where(real, design.process_var),
                 None if design.rotation is None else _where(real, design.rotation),
             )
-        o, filtered = kalman_delta_rule(
+        o, filtered = self.filter(q, k, v, design, state, use_cache, cu_seqlens)
+        o = self.o_norm(o)
+        if hasattr(self, "g_proj"):
+            o = o * F.silu(self.g_proj(x).view_as(o))
+        y = self.o_proj(o.flatten(2))
+        if filtered is None:
+            return y, None
+        return y, MixerState((conv_q, conv_k, conv_v), *filtered)
+
+    def filter(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        design: Design,
+        state: MixerState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State | None]:
+        """`kalman_delta_rule`, or fla's kernels where the filter is a gated delta rule and they are usable."""
+        start = None if state is None else (state.mean, state.cov)
+        delta_rule = self.covariance == "reset" and design.g.dim() == design.obs_var.dim() == 3
+        training = needs_gradient(q, k, v, design.g, design.obs_var)
+        if delta_rule and design.rotation is None and usable(self.kernels, q, v, training=training):
+            norm = k.square().sum(-1).repeat_interleave(self.num_v_heads // self.num_heads, dim=2)
+            o, mean = gated_delta_rule(
+                q,
+                k,
+                v,
+                design.g,
+                1 / (design.obs_var + norm),
+                initial_state=None if start is None else start[0],
+                output_final_state=use_cache,
+                cu_seqlens=cu_seqlens,
+            )
+            return o, None if mean is None else (mean, None)
+        return kalman_delta_rule(
             q,
             k,
             v,
@@ -183,19 +222,12 @@ class Mixer(nn.Module):
             design.process_var,
             rotation=design.rotation,
             covariance=self.covariance,
-            initial_state=None if state is None else (state.mean, state.cov),
+            initial_state=start,
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
             check=False,  # in range by construction
             **self.filter_settings(),
         )
-        o = self.o_norm(o)
-        if hasattr(self, "g_proj"):
-            o = o * F.silu(self.g_proj(x).view_as(o))
-        y = self.o_proj(o.flatten(2))
-        if filtered is None:
-            return y, None
-        return y, MixerState((conv_q, conv_k, conv_v), *filtered)
 
 
 def l2_norm(x: Tensor) -> Tensor:

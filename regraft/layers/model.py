@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from regraft.layers.cache import RegraftCache
 from regraft.layers.config import RegraftConfig
+from regraft.layers.fla_kernels import choose
 from regraft.layers.mixer import Mixer, RMSNorm, ShortConvolution, ZeroLinear
 from regraft.layers.mixers import MIXERS, build_mixer
 
@@ -94,6 +95,16 @@ class RegraftPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = False
     _no_split_modules = ["Block"]  # noqa: RUF012
     _keep_in_fp32_modules_strict = sorted({n for m in MIXERS.values() for n in m.float32_parameters})
+
+    def set_kernels(self, kernels: str | None) -> None:
+        """Choose whose kernels compute the delta-rule layers: `auto`, `fla` or `regraft` (see `fla_kernels`).
+
+        None goes back to what the environment variable `REGRAFT_KERNELS` says, else `auto`.
+        """
+        choose(kernels)
+        for module in self.modules():
+            if isinstance(module, Mixer):
+                module.kernels = kernels
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
