@@ -166,7 +166,7 @@ def test_auto_takes_them_on_a_gpu_in_16_bits_only(fla: Fla, gpu: None, monkeypat
 
 
 def test_the_probe_of_training_is_one_of_its_own(fla: Fla, gpu: None) -> None:
-    """Right outputs, wrong gradients: taken without a backward pass, left alone with one, and said so once."""
+    """Right outputs, wrong gradients: taken without a backward pass, left alone with one, said once."""
 
     class Wrong(torch.autograd.Function):
         @staticmethod
@@ -183,12 +183,12 @@ def test_the_probe_of_training_is_one_of_its_own(fla: Fla, gpu: None) -> None:
         model(ids)
     assert "chunk" in fla.calls
     fla.calls.clear()
-    with pytest.warns(RuntimeWarning, match=r"its dk differ from ours by 0\.\d+ .*Fix") as caught:
+    with pytest.warns(RuntimeWarning, match=r"its d_k differs from ours by 0\.\d+ .*Fix") as caught:
         model(ids).logits.sum().backward()
         model(ids)
     assert len(caught) == 1 and fla.calls.count("chunk") == 1  # the probe alone
     model.set_kernels("fla")
-    with pytest.raises(RuntimeError, match=r"'fla' was asked for, but its dk differ"):
+    with pytest.raises(RuntimeError, match=r"'fla' was asked for, but its d_k differs"):
         model(ids)
 
 
@@ -205,8 +205,8 @@ def test_wrong_or_failing_kernels_are_left_alone_with_one_warning(fla: Fla, gpu:
     model.set_kernels(None)
     for chunk, message in (
         (broken, "its kernels fail .*no kernel image"),
-        (lambda **x: tuple(1.1 * y for y in plain_rule(**x)), "its outputs differ from ours by 0.1 "),
-        (lambda **x: tuple(y * torch.nan for y in plain_rule(**x)), "its outputs differ from ours by nan"),
+        (lambda **x: tuple(1.1 * y for y in plain_rule(**x)), "its output differs from ours by 0.1 "),
+        (lambda **x: tuple(y * torch.nan for y in plain_rule(**x)), "its output differs from ours by nan"),
     ):
         fla.chunk = chunk
         fla_kernels.problem_with.cache_clear()
@@ -240,8 +240,15 @@ def test_an_fla_that_is_too_old_or_does_not_import(monkeypatch, gpu: None) -> No
 
 @pytest.mark.parametrize(
     ("triton", "capability", "bad"),
-    [("3.6.0", 9, True), ("3.7.0", 9, True), ("3.4.0+git1", 9, True), ("3.7.1", 9, False)]
-    + [("3.3.1", 9, False), ("3.6.0", 8, False), ("3.10.0", 9, False)],
+    [
+        ("3.6.0", 9, True),
+        ("3.7.0", 9, True),
+        ("3.4.0+git1", 9, True),
+        ("3.7.1", 9, False),
+        ("3.3.1", 9, False),
+        ("3.6.0", 8, False),
+        ("3.10.0", 9, False),
+    ],
 )
 def test_pairs_that_are_known_to_train_wrong(triton: str, capability: int, bad: bool, monkeypatch) -> None:
     module = ModuleType("triton")

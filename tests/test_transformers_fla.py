@@ -6,6 +6,7 @@ do not.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folders import write_teacher
+from test_layers_fla import plain_rule
 from torch import Tensor
 
 from regraft.convert import load_model
@@ -22,6 +24,7 @@ pytest.importorskip("triton")
 layer = pytest.importorskip("fla.layers.gated_deltanet")
 mlp = pytest.importorskip("fla.modules.mlp")
 models = pytest.importorskip("fla.models")
+rules = pytest.importorskip("fla.ops.gated_delta_rule")
 naive = pytest.importorskip("fla.ops.gated_delta_rule.naive")
 
 
@@ -35,7 +38,7 @@ def gated_delta_rule(
     g = -settings["A_log"].exp() * F.softplus(g + settings["dt_bias"])
     beta = beta.sigmoid() * (2 if settings["allow_neg_eigval"] else 1)
     o, _ = naive.naive_recurrent_gated_delta_rule(q, k, v, beta, g)
-    return o, None
+    return o.to(v.dtype), None
 
 
 def convolution(self: Any, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -44,7 +47,7 @@ def convolution(self: Any, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]
 
 
 def norm(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    y = F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+    y = F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
     return y if gate is None else y * F.silu(gate)
 
 
@@ -52,6 +55,7 @@ def norm(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
 def naive_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
         monkeypatch.setattr(layer, name, gated_delta_rule)
+        monkeypatch.setattr(rules, name, plain_rule)
     monkeypatch.setattr(layer.GatedDeltaNet, "_use_fused_qkv_conv", lambda *_, **__: False)
     monkeypatch.setattr(layer.ShortConvolution, "forward", convolution)
     monkeypatch.setattr(layer.RMSNorm, "forward", norm)
@@ -78,3 +82,28 @@ def test_logits_are_those_of_flas_own_model(shape: dict[str, Any], naive_kernels
     expected = theirs(ids).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(load_model(str(folder))(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_agreement_script_finds_agreement_and_a_difference(
+    naive_kernels, tmp_path: Path, monkeypatch
+) -> None:
+    """Its parts on a tiny folder; only compilation and speed are left to a GPU."""
+    file = Path(__file__).parents[1] / "scripts" / "bench" / "fla_agreement.py"
+    spec = importlib.util.spec_from_file_location("fla_agreement", file)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    unfused = {"fuse_norm": False, "fuse_swiglu": False, "fuse_cross_entropy": False, "use_cache": False}
+    folder = write_teacher(tmp_path / "t", **unfused)
+    results = {name: tmp_path / f"{name}.json" for name in ("float32", "bfloat16")}
+    for name, result in results.items():
+        assert script.logits_of(folder, name, result.with_suffix(".safetensors"), "cpu") == {}
+    rows = script.agreement("tiny", results)
+    assert [r["model"] for r in rows[:2]] == ["ours, fla's kernels", "ours, our op (chunk)"]
+    for row in rows:
+        exact = row["format"] == "float32"
+        assert row["relative_rms"] < (1e-5 if exact else 0.3), row
+        assert row["max_abs"] > 0 and row["argmax"] > (0.99 if exact else 0.5) and row["logits"] > 1
+    monkeypatch.setattr(script, "machine", dict)
+    found = {"agreement": rows, "probe": {}, "speed": {}, "failures": {"x": "y"}, "seconds": 1}
+    assert len(script.table(found | {"machine": {}}).splitlines()) == len(rows) + 6

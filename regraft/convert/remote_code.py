@@ -1,8 +1,8 @@
 """The model's source files inside an export, so that `trust_remote_code=True` needs no installed regraft.
 
 They are the sources of `regraft.layers` and `regraft.ops` themselves, made flat: `regraft/ops/kalman.py`
-becomes `regraft_ops_kalman.py`, and imports from it become `from .regraft_ops_kalman import ...`. Modules that
-only a function imports come along and run only there, so that those with Triton kernels need no triton.
+becomes `regraft_ops_kalman.py`, and imports from it become `from .regraft_ops_kalman import ...`. Modules
+that only a function imports come along and run only there, so that those with Triton kernels need no triton.
 """
 
 from __future__ import annotations

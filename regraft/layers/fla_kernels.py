@@ -41,7 +41,7 @@ def choose(name: str | None) -> str:
 
 @torch.compiler.disable
 def usable(kernels: str | None, q: Tensor, v: Tensor, *, training: bool) -> bool:
-    """Whether fla's kernels shall compute the rule for queries like `q [B,T,H,K]`, values like `v [B,T,HV,V]`.
+    """Whether fla's kernels shall compute the rule for queries `q [B,T,H,K]` and values `v [B,T,HV,V]`.
 
     `auto` takes them on a GPU in 16-bit formats only: in float32 they multiply in TF32, and who asks for
     float32 wants more than 10 bits. The first time a shape is seen, they have to agree with our own op on a
@@ -117,7 +117,7 @@ def installed() -> bool:
 def problem_with(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int], training: bool
 ) -> str:
-    """Why fla's kernels cannot be used for heads of this shape (H, HV, K, V), and the fix; empty if they can."""
+    """Why fla's kernels cannot serve heads of this shape (H, HV, K, V), and the fix; empty if they can."""
     return (
         _import_problem() or (training and _known_problem(device)) or _probe(device, dtype, shape, training)
     )
@@ -167,25 +167,32 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _probe(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int], training: bool) -> str:
-    """Both kernels against our op: more than a chunk of tokens at once, then two from the state they left."""
-    with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(training):
-        inputs = _problem(device, dtype, shape)
-        try:
-            theirs = _run(_fla, inputs, training)
-        except Exception as error:  # compilation and launch fail in any way
-            return (
-                f"its kernels fail ({type(error).__name__}: {error}). Fix: another version of fla or triton."
-            )
-        ours = _run(_own, inputs, training)
-    for name, expected in ours.items():
-        difference = _relative(theirs[name], expected)
-        limit = _GRADIENT_TOLERANCE if name.startswith("d") else _OUTPUT_TOLERANCE
+    try:
+        found = differences(device, dtype, shape, training)
+    except Exception as error:  # compilation and launch fail in any way
+        return f"its kernels fail ({type(error).__name__}: {error}). Fix: another version of fla or triton."
+    for name, difference in found.items():
+        limit = _GRADIENT_TOLERANCE if name.startswith("d_") else _OUTPUT_TOLERANCE
         if not difference <= limit:  # a NaN is no agreement
             return (
-                f"its {name} differ from ours by {difference:.2g} (relative RMS, at most {limit}) for "
+                f"its {name} differs from ours by {difference:.2g} (relative RMS, at most {limit}) for "
                 f"{shape[1]} heads of {shape[2]}x{shape[3]}. Fix: another version of fla or triton."
             )
     return ""
+
+
+def differences(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int], training: bool
+) -> dict[str, float]:
+    """Relative RMS difference of fla's kernels to our op on a small problem with heads (H, HV, K, V).
+
+    More than a chunk of tokens at once, then two from the state they left; in training also the gradients
+    (`d_q`, ...).
+    """
+    with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(training):
+        inputs = _problem(device, dtype, shape)
+        theirs, ours = _run(gated_delta_rule, inputs, training), _run(_own, inputs, training)
+    return {name: _relative(theirs[name], expected) for name, expected in ours.items()}
 
 
 def _problem(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> dict[str, Tensor]:
@@ -209,18 +216,15 @@ def _run(rule: Any, inputs: dict[str, Tensor], training: bool) -> dict[str, Tens
     """Outputs of prefill and decoding, the state between, and in training the gradients of the prefill."""
     x = {name: t.clone().requires_grad_(training) for name, t in inputs.items()}
     o, state = rule(**x, output_final_state=True)
-    results = {"outputs": o.detach(), "states": state.detach()}
+    results = {"output": o.detach(), "state": state.detach()}
     if training:
         loss = (o.float() * inputs["v"].float().flip(1)).sum() + 0.1 * state.square().sum()
         for name, gradient in zip(x, torch.autograd.grad(loss, list(x.values())), strict=True):
-            results[f"d{name}"] = gradient
+            results[f"d_{name}"] = gradient
     with torch.no_grad():
         last = {name: t[:, -2:].detach() for name, t in x.items()}
-        results["decoding steps"], _ = rule(**last, initial_state=state.detach(), output_final_state=True)
+        results["decoded"], _ = rule(**last, initial_state=state.detach(), output_final_state=True)
     return results
-
-
-_fla = gated_delta_rule
 
 
 def _own(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:

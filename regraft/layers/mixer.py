@@ -196,7 +196,7 @@ class Mixer(nn.Module):
         use_cache: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State | None]:
-        """`kalman_delta_rule`, or fla's kernels where the filter is a gated delta rule and they are usable."""
+        """`kalman_delta_rule`, or fla's kernels where this is a gated delta rule and they are usable."""
         start = None if state is None else (state.mean, state.cov)
         delta_rule = self.covariance == "reset" and design.g.dim() == design.obs_var.dim() == 3
         training = needs_gradient(q, k, v, design.g, design.obs_var)
