@@ -57,6 +57,17 @@ Resume = Annotated[
     typer.Option("--resume", help="Go on from the newest checkpoint.", rich_help_panel=TO_FILES),
 ]
 
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")]
+Dtype = Literal["float32", "bfloat16"]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Largest logit difference; above it, exit 3. If not given, a share of the largest logit: "
+        "1e-5 (at least 1e-4) in float32, 1/16 in bfloat16.",
+        rich_help_panel=TO_CHECK,
+    ),
+]
 Revision = Annotated[str | None, typer.Option(help="Hub branch, tag or commit.")]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read a `.bin` where there are no safetensors; weights only.")
@@ -86,7 +97,7 @@ def options(
 
 @app.command(epilog="Example: regraft convert embedded --layers last:2 --out student")
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")],
+    model: ModelName,
     layers: Annotated[
         str | None,
         typer.Option(help="1,3 or every:6 or last:4, from 0; scan:4 measures.", rich_help_panel=TO_STUDENT),
@@ -130,17 +141,10 @@ def convert(
             rich_help_panel=TO_STUDENT,
         ),
     ] = 0.0,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Number format.", rich_help_panel=TO_STUDENT)
-    ] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="Number format.", rich_help_panel=TO_STUDENT)] = "float32",
     revision: Revision = None,
     allow_pickle: AllowPickle = False,
-    tolerance: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Largest logit difference to the teacher; above it, exit 3.", rich_help_panel=TO_CHECK
-        ),
-    ] = 1e-4,
+    tolerance: Tolerance = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, read no weights.", rich_help_panel=TO_CHECK)
     ] = False,
@@ -153,43 +157,22 @@ def convert(
     ] = None,
 ) -> None:
     """Replace layers of a teacher by Bayesian Layers that start as exact copies, and verify it."""
-    if (revert is None) == (layers is None):
-        raise UserError("--layers", "is missing, or given with --revert.", "give one of the two.")
-    if out is None and not dry_run:
-        raise UserError("--out", "is missing.", "name the student's directory, or pass --dry-run.")
-    if revert is not None:
-        from regraft.convert.revert import revert as put_back
+    from regraft.convert.command import convert_or_revert
 
-        if teacher is None:
-            raise UserError("--teacher", "is missing.", "name the model the student was made from.")
-        put_back(
-            model,
-            layers=revert,
-            teacher=teacher,
-            out=out,
-            dtype=dtype,
-            revision=revision,
-            allow_pickle=allow_pickle,
-            dry_run=dry_run,
-            overwrite=overwrite,
-        )
-        return
-    assert layers is not None
-    from regraft.convert import convert as run
-    from regraft.convert.targets import parse_targets
-
-    run(
+    convert_or_revert(
         model,
         layers=layers,
-        out=out,
         to=to,
-        targets=parse_targets(target or ()),
+        targets=target or [],
         noise_groups=noise_groups,
         process_match=process_match,
+        revert=revert,
+        teacher=teacher,
+        tolerance=tolerance,
+        out=out,
         dtype=dtype,
         revision=revision,
         allow_pickle=allow_pickle,
-        tolerance=tolerance,
         dry_run=dry_run,
         overwrite=overwrite,
         push_to=push_to_hub,
@@ -198,13 +181,13 @@ def convert(
 
 @app.command(epilog="Example: regraft scan embedded")
 def scan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")],
+    model: ModelName,
     samples: Annotated[int, typer.Option(min=1, help="Needle documents.")] = 8,
     length: Annotated[
         int | None, typer.Option(min=128, help="Their tokens; the training length, at most 512, by default.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the documents.")] = 0,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Number format.")] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="Number format.")] = "float32",
     revision: Revision = None,
     out: Annotated[
         Path | None,
@@ -233,19 +216,19 @@ def verify(
     teacher: Annotated[str, typer.Option(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")],
     revision: Revision = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Number format of both.", rich_help_panel=TO_CHECK)
+        Dtype, typer.Option(help="Number format of both.", rich_help_panel=TO_CHECK)
     ] = "float32",
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Largest logit difference; 1e-4 in float32, 0.5 in bfloat16 if not given.",
-            rich_help_panel=TO_CHECK,
-        ),
-    ] = None,
+    tolerance: Tolerance = None,
     length: Annotated[
         int, typer.Option(help="Tokens of the longest sequence.", rich_help_panel=TO_CHECK)
     ] = 1025,
+    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel=TO_CHECK)] = "cpu",
+    kernels: Annotated[
+        Literal["auto", "fla", "regraft"] | None,
+        typer.Option(
+            help="Whose kernels run the delta-rule layers; auto if not given.", rich_help_panel=TO_CHECK
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the certificate here.", rich_help_panel=TO_FILES),
@@ -262,6 +245,8 @@ def verify(
         dtype=dtype,
         tolerance=tolerance,
         length=length,
+        device=device,
+        kernels=kernels,
         out=out,
         allow_pickle=allow_pickle,
     )

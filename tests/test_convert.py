@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from regraft.assets import teacher_dir
 from regraft.convert import Checkpoint, load_model, make_student, open_checkpoint
+from regraft.convert.verify import tolerance_for
 from regraft.files import hash_directory
 from regraft.layers import BayesianLayer, DeltaNet, RegraftForCausalLM
 
@@ -460,6 +461,9 @@ def test_verify_as_a_verb(dtype: str, regraft, tmp_path) -> None:
     }
     assert set(certificate["checks"]) >= names | {"left_padded", "right_padded", "packed", "greedy"}
     assert certificate["dtype"] == dtype and certificate["passed"]
+    logits = certificate["teacher_logits"]
+    assert certificate["tolerance"] == (1e-4 if dtype == "float32" else logits / 16) and logits > 1
+    assert certificate["tolerance_rule"].startswith(dtype)
     assert {i: row["exact"] for i, row in certificate["layers"].items()} == {"1": True, "3": True}
     assert out.count("exact copy") == 2
     assert certificate["student_sha256"] == hash_directory(tmp_path / "s")
@@ -475,6 +479,42 @@ def test_verify_refuses_what_it_cannot_compare(regraft, tmp_path) -> None:
     assert regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s")[0] == 0
     assert "tokens and layers" in regraft("verify", tmp_path / "s", "--teacher", other)[2]
     assert regraft("verify", tmp_path / "s", "--teacher", folder, "--length", 5)[0] == 2
+    if not torch.cuda.is_available():
+        code, _, err = regraft("verify", tmp_path / "s", "--teacher", folder, "--device", "cuda")
+        assert code == 2 and "no GPU" in err
+
+
+def test_verify_runs_the_kernels_that_are_asked_for(regraft, tmp_path, monkeypatch) -> None:
+    from regraft.layers import fla_kernels
+
+    folder = write_teacher(tmp_path / "t")
+    assert regraft("convert", folder, "--layers", 1, "--out", tmp_path / "s")[0] == 0
+    asked = []
+    monkeypatch.setattr(fla_kernels, "problem_with", lambda *what: asked.append(what) or "they are not here")
+    arguments = ("verify", tmp_path / "s", "--teacher", folder, "--kernels")
+    assert regraft(*arguments, "regraft")[0] == regraft(*arguments, "auto")[0] == 0 and not asked
+    code, _, err = regraft(*arguments, "fla")
+    assert code == 2 and "they are not here" in err and len(asked) == 1
+
+
+def test_tolerances_grow_with_the_logits() -> None:
+    assert tolerance_for("float32", 5.0)[0] == 1e-4 and tolerance_for("float32", 50.0)[0] == 5e-4
+    assert tolerance_for("bfloat16", 8.0) == (0.5, "bfloat16: 0.0625 of the largest logit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "1", "--teacher", "embedded"], "--teacher: belongs to --revert"),
+        (["--revert", "1", "--teacher", "embedded", "--noise-groups", "2"], "--revert: converts nothing"),
+        (["--revert", "1", "--teacher", "embedded", "--tolerance", "1"], "--revert: converts nothing"),
+        (["--layers", "1", "--revert", "1"], "--layers: is missing, or given with --revert"),
+        (["--revert", "1"], "--teacher: is missing"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(regraft, tmp_path, arguments, message) -> None:
+    code, _, err = regraft("convert", tmp_path, *arguments, "--out", tmp_path / "s")
+    assert code == 2 and message in err and not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize(

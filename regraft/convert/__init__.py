@@ -1,13 +1,14 @@
 """From a pretrained teacher to a student that starts as its exact copy."""
 
 from regraft.convert.checkpoint import Checkpoint, open_checkpoint
-from regraft.convert.convert import convert, make_student
+from regraft.convert.convert import Choice, convert, make_student
 from regraft.convert.export import export_model
 from regraft.convert.load import load_model, load_tokenizer
 from regraft.convert.verify import compare, verify
 
 __all__ = [
     "Checkpoint",
+    "Choice",
     "compare",
     "convert",
     "export_model",

@@ -18,7 +18,7 @@ _BODY = """
 
 [{teacher}](https://huggingface.co/{teacher}) with {n} of its {total} layers replaced by regraft {version}.
 As converted, before any training, it computes what its teacher computes: the largest logit difference was
-{worst:.2g} (tolerance {tolerance:g}, logits up to {logits:.3g}).
+{worst:.2g} (tolerance {tolerance:.2g}, logits up to {logits:.3g}).
 
 | layer | mixer | settings | difference of its output, relative |
 |---:|---|---|---:|

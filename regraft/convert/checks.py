@@ -44,8 +44,8 @@ def _padded(left: bool) -> Run:
     def run(model: RegraftForCausalLM, ids: Tensor) -> Tensor:
         """Logits of a batch whose rows hold 7, 14, ... padding tokens on one side; padding is left out."""
         B, T = ids.shape
-        lengths = torch.tensor([[T - PADDING * (i + 1)] for i in range(B)])
-        column = torch.arange(T)
+        lengths = torch.tensor([[T - PADDING * (i + 1)] for i in range(B)], device=ids.device)
+        column = torch.arange(T, device=ids.device)
         mask = (column >= T - lengths) if left else (column < lengths)
         rows = torch.zeros_like(ids)
         rows[mask] = torch.cat([row[: int(n)] for row, n in zip(ids, lengths, strict=True)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from regraft.convert.load import DTYPES, fill, graft
 from regraft.convert.plan import Plan, make_plan, model_config
 from regraft.convert.scan import scan_checkpoint
 from regraft.convert.targets import choose_mixers, with_mixers
-from regraft.convert.verify import TOLERANCES, Certificate, compare, probe_text, write_certificate
+from regraft.convert.verify import Certificate, compare, probe_text, write_certificate
 from regraft.errors import UserError, VerificationError
 from regraft.files import atomic_directory, hash_directory, refuse_existing, write_text
 from regraft.layers import BayesianLayer, RegraftForCausalLM
 from regraft.layers.mixers import inverse_softplus
 
-TOLERANCE = TOLERANCES["float32"]
 _LEAST_MATCH = 0.01  # softplus has no zero; at evidence 0 the extra noise is absent anyway
 
 
@@ -90,23 +89,37 @@ def make_student(
     process_match: float = 0.0,
     revision: str | None = None,
     allow_pickle: bool = False,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
 ) -> Conversion:
     """Convert in memory and verify, in float32; memory holds the weights once.
 
     Raises:
         UserError: wrong layers or a checkpoint that does not fit.
-        VerificationError: the student's logits differ from the teacher's by more than `tolerance`.
+        VerificationError: the student's logits differ from the teacher's by more than `tolerance`
+            (1e-5 of the largest logit, at least 1e-4, by default).
     """
+    choice = Choice(layers, to, targets or {}, noise_groups, process_match)
+    return student_of(model, choice, revision=revision, allow_pickle=allow_pickle, tolerance=tolerance)
+
+
+def student_of(
+    model: str,
+    choice: Choice,
+    *,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    tolerance: float | None = None,
+) -> Conversion:
+    """`make_student`, what is done to the layers given as one `Choice`."""
     checkpoint = open_checkpoint(model, revision, allow_pickle=allow_pickle)
-    choice = Choice(scanned(checkpoint, layers), to, targets or {}, noise_groups, process_match)
+    choice = replace(choice, layers=scanned(checkpoint, choice.layers))
     plan, mixers = plan_conversion(checkpoint, choice)
     teacher = fill(checkpoint, make_plan(checkpoint, model_config(checkpoint), torch.float32))
     student = graft(teacher, checkpoint, plan)
     for layer in mixers:
         mixer = student.model.layers[layer].attn
         if isinstance(mixer, BayesianLayer):
-            mixer.refresh.data.fill_(inverse_softplus(max(process_match, _LEAST_MATCH)))
+            mixer.refresh.data.fill_(inverse_softplus(max(choice.process_match, _LEAST_MATCH)))
     ids = probe_text(checkpoint, teacher.config.vocab_size)
     certificate = compare(teacher, student, ids, tolerance=tolerance)
     if not certificate.passed:
@@ -126,17 +139,13 @@ def scanned(checkpoint: Checkpoint, layers: str | Sequence[int]) -> str | Sequen
 
 def convert(
     model: str,
+    choice: Choice,
     *,
-    layers: str,
     out: Path | None,
-    to: str = "bayesian",
-    targets: Mapping[int, str] | None = None,
-    noise_groups: int = 1,
-    process_match: float = 0.0,
     dtype: str = "float32",
     revision: str | None = None,
     allow_pickle: bool = False,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     dry_run: bool = False,
     overwrite: bool = False,
     push_to: str | None = None,
@@ -152,30 +161,19 @@ def convert(
     console = Console()
     if dry_run or out is None:
         checkpoint = open_checkpoint(model, revision, allow_pickle=allow_pickle)
-        choice = Choice(layers, to, targets or {}, noise_groups, process_match)
         plan, _ = plan_conversion(checkpoint, choice, dtype=dtype, headers_only=True)
         # A table for reading and for grep: never cut to the width of a terminal.
         plan.print(Console(width=max(console.width, 160)), checkpoint)
         return
     refuse_existing(out, overwrite)
-    done = make_student(
-        model,
-        layers,
-        to=to,
-        targets=targets,
-        noise_groups=noise_groups,
-        process_match=process_match,
-        revision=revision,
-        allow_pickle=allow_pickle,
-        tolerance=tolerance,
-    )
+    done = student_of(model, choice, revision=revision, allow_pickle=allow_pickle, tolerance=tolerance)
     with atomic_directory(out, overwrite) as folder:
         write_student(done, folder, dtype)
     certificate = done.certificate
-    names = ", ".join(f"{layer} {(targets or {}).get(layer, to)}" for layer in done.layers)
+    names = ", ".join(f"{layer} {choice.targets.get(layer, choice.to)}" for layer in done.layers)
     console.print(
         f"converted layers of {model}: {names}; largest logit "
-        f"difference {certificate.worst:.2g} (tolerance {tolerance:g}, logits up to "
+        f"difference {certificate.worst:.2g} (tolerance {certificate.tolerance:.2g}, logits up to "
         f"{certificate.teacher_logits:.3g})"
     )
     console.print(f"student: {out}\ncertificate: {out / 'verify.json'}", soft_wrap=True)

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from regraft.convert.checkpoint import open_checkpoint
-from regraft.convert.export import export_model
+from regraft.convert.export import export_model, push
 from regraft.convert.load import DTYPES, fill
 from regraft.convert.plan import make_plan, model_config
 from regraft.convert.targets import with_mixers
@@ -29,6 +29,7 @@ def revert(
     allow_pickle: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
+    push_to: str | None = None,
 ) -> None:
     """Write the student with the mixers of these layers taken from its teacher; all else stays the student's.
 
@@ -42,6 +43,7 @@ def revert(
         allow_pickle: read a teacher's `.bin` weights.
         dry_run: print the plan, read no weights, write nothing.
         overwrite: replace an existing `out`.
+        push_to: Hub repository that the finished folder is uploaded to.
 
     Raises:
         UserError: layers that are the teacher's already, or two models that do not belong together.
@@ -76,6 +78,8 @@ def revert(
         f"{', '.join(map(str, left)) or 'none'}{note}\nstudent: {out}",
         soft_wrap=True,
     )
+    if push_to is not None:
+        console.print(f"uploaded: {push(out, push_to)}", soft_wrap=True)
 
 
 def _distance(model: RegraftForCausalLM, teacher: RegraftForCausalLM) -> str:

@@ -27,6 +27,10 @@ _RECURRENT_UP_TO = 64
 _OUTPUT_TOLERANCE, _GRADIENT_TOLERANCE = 0.02, 0.05
 
 
+class KernelsUnusable(RuntimeError):
+    """fla's kernels were asked for by name and are not there or not right."""
+
+
 def choose(name: str | None) -> str:
     """The kernels asked for: by name, else by the environment variable `REGRAFT_KERNELS`, else `auto`.
 
@@ -49,7 +53,7 @@ def usable(kernels: str | None, q: Tensor, v: Tensor, *, training: bool) -> bool
 
     Raises:
         ValueError: an unknown name.
-        RuntimeError: `fla` was asked for by name and is not there or not right.
+        KernelsUnusable: `fla` was asked for by name and is not there or not right.
     """
     chosen = choose(kernels)
     if chosen == "regraft":
@@ -61,7 +65,7 @@ def usable(kernels: str | None, q: Tensor, v: Tensor, *, training: bool) -> bool
     if not problem:
         return True
     if chosen == "fla":
-        raise RuntimeError(f"kernels: 'fla' was asked for, but {problem}")
+        raise KernelsUnusable(f"kernels: 'fla' was asked for, but {problem}")
     _warn(f"Delta-rule layers run in regraft's own op, not in flash-linear-attention's kernels: {problem}")
     return False
 
