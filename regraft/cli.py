@@ -257,6 +257,11 @@ def distill(
     recipe: RecipeName,
     out: Annotated[Path, typer.Option(metavar="RUN", help="Run directory.", rich_help_panel=TO_FILES)],
     set_: Overrides = None,
+    phase: Annotated[str | None, typer.Option(metavar="NAME", help="Do this phase alone.")] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="With --phase: the run that did the phase before."),
+    ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -266,7 +271,7 @@ def distill(
     loaded = load_recipe(recipe, set_ or ())  # before the engine's slow import: mistakes show at once
     from regraft.distill import distill as run
 
-    run(loaded, out, resume=resume, overwrite=overwrite)
+    run(loaded, out, phase=phase, start=start, resume=resume, overwrite=overwrite)
 
 
 @app.command(epilog="Example: regraft control runs/demo")

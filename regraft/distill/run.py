@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import platform
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,19 @@ import regraft
 from regraft.convert import export_model, load_model, load_tokenizer, make_student, open_checkpoint
 from regraft.convert.convert import cast_model, write_student
 from regraft.convert.load import DTYPES
+from regraft.distill.adapters import add_adapters, merge_adapters
 from regraft.distill.data import RowStream
 from regraft.distill.loop import Loop, Progressed
+from regraft.distill.parent import (
+    EXPORT,
+    MANIFEST,
+    check_parent,
+    check_start,
+    chosen_phases,
+    read_manifest,
+)
 from regraft.distill.stage import Stage, control_stages, phase_stages
+from regraft.distill.trainable import trainable_table
 from regraft.errors import UserError
 from regraft.files import (
     atomic_directory,
@@ -31,16 +41,26 @@ from regraft.layers import RegraftForCausalLM
 from regraft.recipes import dump_recipe, load_recipe
 from regraft.recipes.schema import Recipe
 
-RECIPE, MANIFEST, START, EXPORT, CONTROL = "recipe.yaml", "manifest.json", "start", "export", "control"
+RECIPE, START, CONTROL = "recipe.yaml", "start", "control"
 
 
-def distill(recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+def distill(
+    recipe: Recipe,
+    out: Path,
+    *,
+    phase: str | None = None,
+    start: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> None:
     """Convert the recipe's teacher, verify, distil through all phases and export the student.
 
     Args:
         recipe: what to do.
         out: run directory; gets `recipe.yaml`, `manifest.json`, `start/`, `checkpoints/`, `metrics.jsonl` and
             `export/`.
+        phase: do this phase alone; all of them by default.
+        start: the finished run of the phase before it, whose student and place in the data it goes on from.
         resume: go on from the newest checkpoint of this directory.
         overwrite: start anew in a directory that holds something.
 
@@ -51,10 +71,11 @@ def distill(recipe: Recipe, out: Path, *, resume: bool = False, overwrite: bool 
     console = Console()
     out = Path(out)
     if not (resume and (out / MANIFEST).is_file()):
-        _begin(recipe, out, overwrite, console)
+        _begin(recipe, out, overwrite, console, phase, start)
     _same_recipe(recipe, out)
-    manifest = _read(out / MANIFEST)
-    stages = phase_stages(recipe)
+    manifest = read_manifest(out)
+    check_start(out / START, manifest, phase)
+    stages = [stage for stage in phase_stages(recipe) if stage.name in manifest["phases"]]
     teacher = _on_device(load_model(recipe.teacher.model, revision=recipe.teacher.revision))
     student = _on_device(load_model(str(out / START)))
     _train(recipe, out, student, teacher, tuple(manifest["layers"]), stages, resume, console)
@@ -68,26 +89,45 @@ def control(run: Path, *, resume: bool = False, overwrite: bool = False) -> None
     """
     console = Console()
     run = Path(run)
-    parent = _read(run / MANIFEST)
+    parent = read_manifest(run)
     recipe = load_recipe(run / RECIPE)
     out = run / CONTROL
     if not (resume and (out / MANIFEST).is_file()):
         refuse_existing(out, overwrite)
         with atomic_directory(out, overwrite) as folder:
-            manifest = {**_origin(recipe), "kind": "control", "layers": parent["layers"]}
+            phases = [*(parent["parent"] or {}).get("phases", ()), *parent["phases"]]
+            manifest = {**_origin(recipe), "kind": "control", "layers": parent["layers"], "phases": phases}
             write_json(folder / MANIFEST, manifest)
             write_text(folder / RECIPE, dump_recipe(recipe))
     model = _on_device(load_model(recipe.teacher.model, revision=recipe.teacher.revision))
     layers = tuple(parent["layers"])
-    done = _train(recipe, out, model, None, layers, control_stages(recipe), resume, console)
+    stages = control_stages(recipe, read_manifest(out)["phases"])
+    done = _train(recipe, out, model, None, layers, stages, resume, console)
     theirs = parent.get("finished", {}).get("data_sha256")
     if theirs not in (None, done.data_sha256):
         raise UserError(run, "the control saw other rows than the student.", "restore the run's data files.")
 
 
-def _begin(recipe: Recipe, out: Path, overwrite: bool, console: Console) -> None:
-    """Convert and verify, then make the run directory in one piece."""
+def _begin(
+    recipe: Recipe, out: Path, overwrite: bool, console: Console, phase: str | None, start: Path | None
+) -> None:
+    """Convert and verify, or take over a parent's student; then make the run directory in one piece."""
     refuse_existing(out, overwrite)
+    phases = chosen_phases(recipe, phase, start)
+    origin = {**_origin(recipe), "kind": "distill", "phases": phases, "parent": None}
+    if start is not None:
+        parent = check_parent(Path(start), recipe, phases[0], origin["teacher_sha256"])
+        with atomic_directory(out, overwrite) as folder:
+            shutil.copytree(Path(start) / EXPORT, folder / START)
+            manifest = {
+                **origin,
+                "layers": parent.layers,
+                "start_sha256": parent.sha256,
+                "parent": parent.record(),
+            }
+            write_json(folder / MANIFEST, manifest)
+            write_text(folder / RECIPE, dump_recipe(recipe))
+        return
     settings = recipe.convert
     done = make_student(
         recipe.teacher.model,
@@ -100,8 +140,8 @@ def _begin(recipe: Recipe, out: Path, overwrite: bool, console: Console) -> None
     )
     with atomic_directory(out, overwrite) as folder:
         (folder / START).mkdir()
-        start = write_student(done, folder / START)
-        manifest = {**_origin(recipe), "kind": "distill", "layers": list(done.layers), "start_sha256": start}
+        digest = write_student(done, folder / START)
+        manifest = {**origin, "layers": list(done.layers), "start_sha256": digest}
         write_json(folder / MANIFEST, manifest)
         write_text(folder / RECIPE, dump_recipe(recipe))
     console.print(
@@ -122,6 +162,9 @@ def _train(
 ) -> Progressed:
     """Run the loop in `out` and export what comes out of it."""
     torch.manual_seed(recipe.seed)
+    if (lora := recipe.lora) is not None:
+        add_adapters(student, lora, layers)
+    console.print(trainable_table(student, stages, layers))
     stream = RowStream(recipe.data, load_tokenizer(recipe.teacher.model, revision=recipe.teacher.revision))
     loop = Loop(
         student=student,
@@ -134,10 +177,14 @@ def _train(
         keep=recipe.checkpoint.keep,
         autocast=DTYPES[recipe.teacher.dtype],
     )
+    if (parent := read_manifest(out).get("parent")) is not None:
+        stream.restore(parent["data"])
+        loop.at.data_sha256 = parent["data_sha256"]
     if resume and loop.resume():
         console.print(f"resuming after step {loop.at.step} of {loop.total}")
     done = loop.run()
     student.cpu()
+    merge_adapters(student)
     cast_model(student, DTYPES[recipe.teacher.dtype])
     with atomic_directory(out / EXPORT, overwrite=True) as folder:
         source = open_checkpoint(recipe.teacher.model, recipe.teacher.revision).path
@@ -145,12 +192,13 @@ def _train(
     finished = {
         "export_sha256": digest,
         "data_sha256": done.data_sha256,
+        "data": stream.state(),
         "tokens": done.tokens,
         "steps": done.step,
         "seconds": round(done.seconds, 2),
         "device": _device_name(),
     }
-    write_json(out / MANIFEST, {**_read(out / MANIFEST), "finished": finished})
+    write_json(out / MANIFEST, {**read_manifest(out), "finished": finished})
     speed = done.tokens / max(done.seconds, 1e-9)
     console.print(
         f"{done.tokens:,} tokens in {done.seconds:.0f} s ({speed:,.0f} tokens/s); export: {out / EXPORT}",
@@ -181,14 +229,6 @@ def _same_recipe(recipe: Recipe, out: Path) -> None:
         raise UserError(
             out / RECIPE, "differs from the recipe given.", "resume with the run's own recipe.yaml."
         )
-
-
-def _read(manifest: Path) -> dict[str, Any]:
-    if not manifest.is_file():
-        raise UserError(
-            manifest.parent, f"is no run directory: it has no {MANIFEST}.", "run `regraft distill` first."
-        )
-    return json.loads(manifest.read_text(encoding="utf-8"))
 
 
 def _on_device(model: RegraftForCausalLM) -> RegraftForCausalLM:

@@ -17,7 +17,7 @@ class Stage:
 
     name: str
     losses: Sequence[Any]
-    train: str  # converted | converted+norms | all
+    train: Any  # as `trainable_names` takes it
     lr: float
     optimiser: Optimiser
     batches: tuple[tuple[int, int], ...]  # (steps, rows a step), in order
@@ -90,9 +90,9 @@ def phase_stages(recipe: Recipe) -> list[Stage]:
     ]
 
 
-def control_stages(recipe: Recipe) -> list[Stage]:
-    """The matched control: one stage over the rows of all phases, with cross-entropy."""
-    phases = phase_stages(recipe)
+def control_stages(recipe: Recipe, names: Sequence[str] | None = None) -> list[Stage]:
+    """The matched control: one stage over the rows of these phases (all), with cross-entropy."""
+    phases = [stage for stage in phase_stages(recipe) if names is None or stage.name in names]
     return [
         Stage(
             name="control",

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Discriminator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -70,8 +70,11 @@ def _walk(
     path: list[str] = []
     models: list[type[BaseModel]] = [root]
     field: FieldInfo | None = None
+    tag_next = False  # a union told apart by a function puts its tag next, which nobody wrote
     for step in loc:
-        if isinstance(step, int):
+        if tag_next:
+            tag_next = False
+        elif isinstance(step, int):
             path.append(str(step))
         elif len(models) > 1:  # a tagged union: this step names the member
             models = [m for m in models if step in get_args(m.model_fields["kind"].annotation)]
@@ -79,7 +82,9 @@ def _walk(
             path.append(step)
             field = models[0].model_fields.get(step)
             models = _models_in(field.annotation, field.metadata) if field else models
-        # else a tag of a union of plain values: nothing the user wrote
+            tag_next = field is not None and any(
+                isinstance(m, Discriminator) and callable(m.discriminator) for m in field.metadata
+            )
     return path, models[0] if models else None, field
 
 

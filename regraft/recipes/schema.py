@@ -314,6 +314,34 @@ class CrossEntropy(Section):
 Loss = Annotated[LayerNMSE | ForwardKL | ReverseKL | JSD | BoundaryMSE | CrossEntropy, Discriminator("kind")]
 
 
+class LoRA(Section):
+    """Low-rank adapters on linear maps, merged into them at export. Parameters that a conversion made
+    new train in full, for they have no pretrained value to adapt."""
+
+    kind: Literal["lora"] = "lora"
+    """Names this set."""
+    rank: Count = 16
+    """Rank of an adapter."""
+    alpha: Positive = 32.0
+    """An adapter counts alpha / rank times."""
+    targets: Some[Text] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Linear maps that get one, by the last part of their name."""
+    layers: Literal["all", "converted"] = "all"
+    """In which layers."""
+
+
+def _train_form(train: object) -> str:
+    return "name" if isinstance(train, str) else "patterns" if isinstance(train, list | tuple) else "lora"
+
+
+Train = Annotated[
+    Annotated[Literal["converted", "converted+norms", "all"], Tag("name")]
+    | Annotated[Some[Text], Tag("patterns")]
+    | Annotated[LoRA, Tag("lora")],
+    Discriminator(_train_form),
+]
+
+
 class Evidence(Section):
     """How much each observation counts: 0 is the teacher's own layer, 1 the exact Kalman filter.
 
@@ -340,8 +368,9 @@ class Stretch(Section):
     """Name in metrics and checkpoints: letters, digits, - and _."""
     losses: Annotated[Some[Loss], AfterValidator(_some_weight)]
     """Losses, summed by their weights."""
-    train: Literal["converted", "converted+norms", "all"] = "converted"
-    """Which parameters move: the converted layers, these and all norms, or everything."""
+    train: Train = "converted"
+    """Which parameters move: `converted` layers, `converted+norms` (these and all norms), `all`; a list of
+    patterns of parameter names such as `model.layers.*.mlp.*`; or adapters, {kind: lora, rank: 16}."""
     tokens: Tokens
     """Training tokens of the phase, such as 100M."""
     batch_tokens: Tokens
@@ -472,6 +501,9 @@ class Recipe(Section):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two phases are named {name!r}; give each a name of its own")
+        adapters = [phase.train for phase in phases if isinstance(phase.train, LoRA)]
+        if any(adapter != adapters[0] for adapter in adapters):
+            raise ValueError("phases with lora share their adapters; give them the same settings")
         first = phases[0].model_copy(update={"evidence": phases[0].evidence or Evidence()})
         return (first, *phases[1:])
 
@@ -484,6 +516,11 @@ class Recipe(Section):
                     f"phases.{i}.batch_tokens: {phase.batch_tokens} is not a multiple of data.seq_len, {rows}"
                 )
         return self
+
+    @property
+    def lora(self) -> LoRA | None:
+        """The adapters that some phase trains; phases that do share them."""
+        return next((phase.train for phase in self.phases if isinstance(phase.train, LoRA)), None)
 
 
 def json_schema() -> dict[str, Any]:
