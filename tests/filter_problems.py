@@ -129,16 +129,29 @@ def in_pieces(problem: Problem, cuts: Sequence[int], **settings: Any) -> tuple[T
     return torch.cat(outputs, dim=1), mean, cov
 
 
-def hard_problem(T: int, D: int, spread: float = 0.3, l2: float = 1e-4) -> Problem:
-    """Four keys, repeated up to `spread`, and little noise: where float32 loses most."""
+def hard_problem(
+    T: int,
+    D: int,
+    spread: float = 0.3,
+    l2: float = 1e-4,
+    *,
+    g: float = -1e-3,
+    keys: int = 4,
+    correlation: float = 0.0,
+) -> Problem:
+    """A few keys, repeated up to `spread`, and little noise: where float32 loses most."""
     rng = torch.Generator().manual_seed(3)
-    keys = F.normalize(torch.randn(4, D, generator=rng, dtype=torch.float64), dim=-1)
+    centres = torch.randn(keys, D, generator=rng, dtype=torch.float64)
+    if correlation:  # of each key with every other one
+        orthonormal = torch.linalg.qr(torch.randn(D, keys + 1, generator=rng, dtype=torch.float64))[0].mT
+        centres = correlation**0.5 * orthonormal[:1] + (1 - correlation) ** 0.5 * orthonormal[1:]
+    centres = F.normalize(centres, dim=-1)
     off = torch.randn(1, T, 1, D, generator=rng, dtype=torch.float64) / D**0.5
     problem = make_problem(T, B=1, H=1, D=D, V=16, G=1)
     return {
         **problem,
-        "k": F.normalize(keys[torch.randint(4, (1, T, 1), generator=rng)] + spread * off, dim=-1),
-        "g": torch.full_like(problem["g"], -1e-3),
+        "k": F.normalize(centres[torch.randint(keys, (1, T, 1), generator=rng)] + spread * off, dim=-1),
+        "g": torch.full_like(problem["g"], g),
         "obs_var": torch.full_like(problem["obs_var"], 0.01),
         "process_var": torch.full_like(problem["process_var"], l2),
     }

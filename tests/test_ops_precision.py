@@ -26,18 +26,42 @@ def test_float32_holds_on_repeated_keys() -> None:
     assert float(torch.linalg.eigvalsh(single[2]).min()) > 0
 
 
-@pytest.mark.parametrize("spread, l2", [(0.05, 1e-4), (0.0, 1e-5)])
+KEYS = {
+    "spread by 5 %": {"spread": 0.05},
+    "one, repeated exactly": {"spread": 0.0, "keys": 1},
+    "four, repeated exactly": {"spread": 0.0},
+    "four, correlated by 0.999": {"spread": 0.0, "correlation": 0.999},
+    "one, varied to a correlation of 0.999": {"spread": 0.0316, "keys": 1},
+}
+
+
+@pytest.mark.parametrize("g", [0.0, -1e-3], ids="g={}".format)
+@pytest.mark.parametrize("l2", [0.0, 1e-7, 1e-5], ids="l2={}".format)
+@pytest.mark.parametrize("keys", KEYS)
 @torch.no_grad()
-def test_float32_holds_on_long_sequences_of_wide_repeated_keys(spread: float, l2: float) -> None:
-    """T = 4096, D = 256, r2 = 0.01, four keys written a thousand times each."""
-    problem = hard_problem(4096, 256, spread, l2)
-    exact = run(problem, state=False)
-    single = run({name: x.float() for name, x in problem.items()}, state=False)
+def test_float32_holds_on_long_sequences_of_wide_repeated_keys(keys: str, l2: float, g: float) -> None:
+    """T = 4096, D = 256, r2 = 0.01, every key written a thousand times or more; the line is 1e-3."""
+    problem = hard_problem(4096, 256, l2=l2, g=g, **KEYS[keys])  # type: ignore[arg-type]
+    exact = run(problem, state=False, backend="chunk")
+    single = run({name: x.float() for name, x in problem.items()}, state=False, backend="chunk")
     for x, y in zip(single, exact, strict=True):
         assert x is not None and y is not None
-        assert relative_error(x, y) < 1e-3
+        assert relative_error(x, y) < 1e-5
     assert single[2] is not None
     assert float(torch.linalg.eigvalsh(single[2]).min()) > 0
+
+
+@torch.no_grad()
+def test_float64_chunks_equal_the_reference_on_exactly_repeated_keys() -> None:
+    """What the float32 results above are compared with."""
+    problem = hard_problem(4096, 64, spread=0.0, l2=0.0, g=0.0)
+    for x, y in zip(
+        run(problem, state=False, backend="chunk"),
+        run(problem, state=False, backend="reference"),
+        strict=True,
+    ):
+        assert x is not None and y is not None
+        assert relative_error(x, y) < 1e-9
 
 
 @pytest.mark.parametrize("family", ["diagonal", "isotropic"])
@@ -52,12 +76,13 @@ def test_float32_holds_in_the_scanned_families(family: str) -> None:
         assert relative_error(x, y) < 1e-4
 
 
-def test_float32_gradients_hold_on_repeated_keys() -> None:
-    problem = hard_problem(1024, 32)
+@pytest.mark.parametrize("spread, l2, g", [(0.3, 1e-4, -1e-3), (0.0, 0.0, 0.0)])
+def test_float32_gradients_hold_on_repeated_keys(spread: float, l2: float, g: float) -> None:
+    problem = hard_problem(1024, 32, spread, l2, g=g)
     exact = results_and_gradients(problem, state=False)
     single = results_and_gradients({name: x.float() for name, x in problem.items()}, state=False)
     for name in ("dq", "dk", "dv", "dg", "dobs_var", "dprocess_var", "devidence", "dprior_var"):
-        assert relative_error(single[name], exact[name]) < 1e-3, name
+        assert relative_error(single[name], exact[name]) < 1e-4, name
 
 
 def test_no_covariance_is_kept_per_token() -> None:

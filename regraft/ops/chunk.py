@@ -35,31 +35,33 @@ def chunk_filter(x: FilterInputs, chunk_size: int) -> tuple[Tensor, Tensor, Tens
         angle = x.rotation.cumsum(-2)
         x = replace(x, rotation=angle, q=rotate(x.q, -angle), k=rotate(x.k, -angle))
     decay = Decay.of(x.g)
-    kappa, cov = gains(x, decay, layout)
+    kappa, cov = gains(x, layout)
     o, mean = _memory(x, kappa, decay, layout)
     return layout.join(o), mean, cov
 
 
 def _memory(x: FilterInputs, kappa: Tensor, decay: Decay, layout: ChunkLayout) -> tuple[Tensor, Tensor]:
     """Outputs `[n,H,G,C,Vg]` and the final mean, from the write vectors `kappa [n,H,G,C,D]`."""
-    written, predicted = x.v, None
-    if x.covariance != "none":
-        # innovations = written - predicted @ M, M the memory at the chunk's entry
-        rhs = torch.cat([x.v, (decay.entry * x.k).expand(*x.v.shape[:-1], -1)], dim=-1)
-        # the solver takes the unit diagonal as read
-        A = decay.products(x.k, kappa).tril(-1)
-        solved = torch.linalg.solve_triangular(A, rhs, upper=False, unitriangular=True)
-        written, predicted = solved.split([x.v.shape[-1], x.k.shape[-1]], dim=-1)
+    C, h = x.k.shape[-2], decay.entry * x.k
     kept, writes = decay.entry[..., -1, :, None], (decay.exit * kappa).mT  # [n,H,1,D|1,1], [n,H,G,D,C]
-    means, innovations = [], []
+    chunks = [x.v, decay.entry * x.q, kept, writes]
+    if x.covariance != "none":
+        # Turns `v - h M`, M at the chunk's entry, into the innovations. The unit diagonal is taken as read.
+        A = decay.products(x.k, kappa).tril(-1)
+        eye = torch.eye(C, dtype=A.dtype, device=A.device).expand_as(A)
+        chunks += [h, torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)]
+    turn = [] if x.rotation is None else [x.rotation[..., -1, :]]
+    recalled, innovations = [], []
 
-    def step(M: Tensor, rows: slice) -> Tensor:
-        E = written[rows] if predicted is None else written[rows] - predicted[rows] @ M
-        means.append(M)
+    def step(M: Tensor, E: Tensor, hq: Tensor, kept: Tensor, writes: Tensor, *rest: Tensor) -> Tensor:
+        if x.covariance != "none":
+            h, inverse, *rest = rest
+            E = inverse @ (E - h @ M)
+        recalled.append(hq @ M)
         innovations.append(E)
-        M = kept[rows] * M + writes[rows] @ E
-        return M if x.rotation is None else rotate_rows(M, x.rotation[rows, ..., -1, :])
+        M = kept * M + writes @ E
+        return rotate_rows(M, *rest) if rest else M
 
-    final = layout.carry(x.mean, step)
-    o = (decay.entry * x.q) @ torch.cat(means) + decay.products(x.q, kappa) @ torch.cat(innovations)
+    final = layout.carry(x.mean, step, *chunks, *turn)
+    o = torch.cat(recalled) + decay.products(x.q, kappa) @ torch.cat(innovations)
     return o, final

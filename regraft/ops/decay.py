@@ -34,10 +34,6 @@ class Decay:
         """From t to the chunk's end, `[...,C,X]`."""
         return self.between[..., -1, :, :]
 
-    def rows(self, rows: slice) -> Decay:
-        """Those of some chunks."""
-        return Decay(self.entry[rows], self.between[rows])
-
     def products(self, x: Tensor, y: Tensor) -> Tensor:
         """`Σ_d x[t,d] between[t,s,d] y[s,d]` for `x, y [...,C,D]`: lower triangular `[...,C,C]`."""
         if self.between.shape[-1] == 1:
@@ -51,10 +47,8 @@ class Decay:
         return (self.between.square() * w[..., None, :, :]).sum(-2)
 
     def solve(self, L: Tensor, rhs: Tensor) -> Tensor:
-        """U `[...,C,D]` with `Σ_s L[t,s] between[t,s,d] U[s,d] = rhs[t,d]`, L unit lower triangular."""
+        """U `[...,C,D]` with `Σ_s L[t,s] between[t,s,d] U[s,d] = rhs[t,d]`, L lower triangular."""
         if self.between.shape[-1] == 1:
-            A = L * self.between[..., 0]
-            return torch.linalg.solve_triangular(A, rhs, upper=False, unitriangular=True)
+            return torch.linalg.solve_triangular(L * self.between[..., 0], rhs, upper=False)
         A = L[..., None, :, :] * self.between.movedim(-1, -3)  # one system a channel
-        U = torch.linalg.solve_triangular(A, rhs.mT[..., None], upper=False, unitriangular=True)
-        return U.squeeze(-1).mT
+        return torch.linalg.solve_triangular(A, rhs.mT[..., None], upper=False).squeeze(-1).mT

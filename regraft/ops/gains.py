@@ -6,6 +6,8 @@ share it. Each function returns kappa `[n,H,G,C,D]` and the covariance after the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,46 +20,72 @@ from regraft.ops.rotation import rotate_both
 Moebius = tuple[Tensor, Tensor, Tensor]  # A, B, C of p -> (A p + B) / (C p + 1)
 
 
-def gains(x: FilterInputs, decay: Decay, layout: ChunkLayout) -> tuple[Tensor, Tensor | None]:
+def gains(x: FilterInputs, layout: ChunkLayout) -> tuple[Tensor, Tensor | None]:
     """kappa and the final covariance of the family `x.covariance`."""
     if x.covariance == "none":  # latent-input model, paper 000 §3.2
         return x.prior_var / (x.prior_var + x.obs_var) * x.k, None
     if x.covariance == "reset":  # Pbar = prior · I at every step, paper 000 §3.1
         s = x.prior_var * x.k.square().sum(-1, keepdim=True)
         return x.prior_var * x.k / (x.obs_var + s), None
-    return _dense_gains(x, decay, layout) if x.covariance == "dense" else _moebius_gains(x, layout)
+    return _dense_gains(x, layout) if x.covariance == "dense" else _moebius_gains(x, layout)
 
 
-def _dense_gains(x: FilterInputs, decay: Decay, layout: ChunkLayout) -> tuple[Tensor, Tensor]:
+def _dense_gains(x: FilterInputs, layout: ChunkLayout) -> tuple[Tensor, Tensor]:
     """The exact filter: inside a chunk the observations are jointly Gaussian, one Cholesky factor has it all.
 
     Their predicted covariance is scaled by the evidence instead of dividing the noise by it, so evidence 0
     needs no case of its own and has a gradient.
     """
-    assert x.cov is not None
-    n = decay.accumulate(x.process_var)  # [n,H,1,C,1|D] process noise since the chunk's entry
-    nk, h = n * x.k, decay.entry * x.k
-    noise = decay.products(x.k, nk)
-    noise = noise + noise.tril(-1).mT
-    kappas = []
+    wide = _widened(x)
+    assert wide.cov is not None
+    decay, evidence = Decay.of(wide.g), wide.evidence
+    n = decay.accumulate(wide.process_var)  # [n,H,1,C,1|D] process noise since the chunk's entry
+    nk, h = n * wide.k, decay.entry * wide.k
+    noise = decay.products(wide.k, nk)
+    noise = evidence * (noise + noise.tril(-1).mT) + torch.diag_embed(wide.obs_var_cov.squeeze(-1))
+    chunks = [h, nk, noise, n, decay.entry, decay.between]
+    if wide.rotation is not None:
+        chunks.append(wide.rotation[..., -1, :])
+    warped, roots = [], []
 
-    def step(P: Tensor, rows: slice) -> Tensor:
-        hP = h[rows] @ P  # [n,H,G,C,D]
-        S = hP @ h[rows].mT + noise[rows]
-        L = torch.linalg.cholesky(x.evidence * S + torch.diag_embed(x.obs_var_cov[rows].squeeze(-1)))
-        pivots = L.diagonal(dim1=-2, dim2=-1)[..., None]  # [n,H,G,C,1] roots of the innovation variances
-        U = decay.rows(rows).solve(L / pivots.mT, decay.entry[rows] * hP + nk[rows])
-        kappas.append(U / (x.obs_var[rows] + (U * x.k[rows]).sum(-1, keepdim=True)))
-        E = decay.exit[rows] * U / pivots
-        b = decay.entry[rows, ..., -1:, :]
-        P = b.mT * P * b - x.evidence * (E.mT @ E)
-        P = 0.5 * (P + P.mT)  # rounding alone would let it drift from symmetry
-        if x.rotation is not None:
-            P = rotate_both(P, x.rotation[rows, ..., -1, :])
-        return P + torch.diag_embed(n[rows, ..., -1, :].expand(*n[rows].shape[:-2], P.shape[-1]))
+    def step(
+        P: Tensor,
+        h: Tensor,
+        nk: Tensor,
+        noise: Tensor,
+        n: Tensor,
+        entry: Tensor,
+        between: Tensor,
+        *turn: Tensor,
+    ) -> Tensor:
+        decay, b = Decay(entry, between), entry[..., -1:, :]
+        hP = h @ P  # [n,H,G,C,D]
+        L = torch.linalg.cholesky(evidence * (hP @ h.mT) + noise)
+        U = decay.solve(L, entry * hP + nk)  # the warped keys, each over the root of its innovation variance
+        warped.append(U.to(x.k.dtype))
+        roots.append(L.diagonal(dim1=-2, dim2=-1).to(x.k.dtype))
+        E = decay.exit * U
+        P = (b.mT * b) * P - (evidence * E).mT @ E
+        P.diagonal(dim1=-2, dim2=-1).add_(n[..., -1, :])
+        return rotate_both(P, *turn) if turn else P
 
-    cov = layout.carry(x.cov, step)
-    return torch.cat(kappas), cov
+    cov = layout.carry(wide.cov, step, *chunks).to(x.k.dtype)
+    U = torch.cat(warped)
+    # u / (r2 + u·k); the roots cancel
+    kappa = U / (x.obs_var / torch.cat(roots)[..., None] + (U * x.k).sum(-1, keepdim=True))
+    return kappa, 0.5 * (cov + cov.mT)  # rounding may leave it short of symmetry
+
+
+def _widened(x: FilterInputs) -> FilterInputs:
+    """With what the covariance depends on in float64.
+
+    Along a key written n times the variance is about `r2 / n`, left over from numbers near the prior. Float32
+    would err there by 1e-7 of the prior in directions that no later write of that key corrects.
+    """
+    if x.k.device.type == "mps":  # has no float64
+        return x
+    names = ("k", "g", "obs_var_cov", "process_var", "rotation", "evidence", "cov")
+    return replace(x, **{name: t.double() for name in names if (t := getattr(x, name)) is not None})
 
 
 def _moebius_gains(x: FilterInputs, layout: ChunkLayout) -> tuple[Tensor, Tensor]:
@@ -74,12 +102,11 @@ def _moebius_gains(x: FilterInputs, layout: ChunkLayout) -> tuple[Tensor, Tensor
     A, B, C = _scan(_normalised(a2, w, information * a2, 1 + information * w))
     entries = []
 
-    def step(p: Tensor, rows: slice) -> Tensor:
+    def step(p: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         entries.append(p)
-        A_end, B_end, C_end = (m[rows, ..., -1, :] for m in (A, B, C))
-        return (A_end * p + B_end) / (C_end * p + 1)
+        return (A * p + B) / (C * p + 1)
 
-    cov = layout.carry(x.cov, step)
+    cov = layout.carry(x.cov, step, *(m[..., -1, :] for m in (A, B, C)))
     entry = torch.cat(entries)[..., None, :]
     after = (A * entry + B) / (C * entry + 1)
     predicted = a2 * torch.cat([entry, after[..., :-1, :]], dim=-2) + w

@@ -55,18 +55,21 @@ class ChunkLayout:
         place[self.tokens.flatten()] = torch.arange(self.tokens.numel(), device=place.device)
         return x.permute(0, 3, 1, 2, 4).flatten(0, 1).index_select(0, place[: self.T])[None]
 
-    def carry(self, state: Tensor, step: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """Hand `state [N,...]` through the chunks: `step` gets those of the live documents and their slice.
+    def carry(self, state: Tensor, step: Callable[..., Tensor], *chunks: Tensor) -> Tensor:
+        """Hand `state [N,...]` through the chunks: `step` gets that of the live documents, and their part of
+        each of `chunks [n,...]`.
 
         Returns:
             The state of each document after its last chunk, in the order of `state`.
         """
         if self.order is not None:
             state = state.index_select(0, self.order)
-        ended, start = [], 0
-        for n in self.live:
-            ended.append(state[n:])
-            state = step(state[:n], slice(start, start + n))
-            start += n
+        ended = []
+        # Split once: the gradient of a slice would be as large as the whole, for every chunk.
+        for n, *parts in zip(self.live, *(x.split(self.live) for x in chunks), strict=True):
+            if n < len(state):
+                ended.append(state[n:])
+                state = state[:n]
+            state = step(state, *parts)
         final = torch.cat([state, *reversed(ended)])
         return final if self.order is None else final.index_select(0, self.order.argsort())
