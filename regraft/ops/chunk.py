@@ -55,7 +55,7 @@ def _memory(x: FilterInputs, kappa: Tensor, decay: Decay, layout: ChunkLayout) -
 
     def step(M: Tensor, E: Tensor, hq: Tensor, kept: Tensor, writes: Tensor, *rest: Tensor) -> Tensor:
         if x.covariance != "none":
-            h, inverse, *rest = rest
+            (h, inverse), rest = rest[:2], rest[2:]
             E = inverse @ (E - h @ M)
         recalled.append(hq @ M)
         innovations.append(E)
