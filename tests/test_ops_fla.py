@@ -1,6 +1,6 @@
 """The op against flash-linear-attention's naive functions, where they compute the same rule.
 
-Skipped where fla is not installed; then the loops and closed forms of `test_ops.py` cover the same rules.
+Skipped where fla is not installed; then `test_ops_closed_forms.py` covers the same rules with loops and sums.
 """
 
 from __future__ import annotations
