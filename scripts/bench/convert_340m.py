@@ -1,0 +1,141 @@
+"""Time and peak memory of a conversion at the published 340M shape, from random weights to a reload.
+
+    python scripts/bench/convert_340m.py [--dtype bfloat16] [--keep DIR]
+
+Each step is a process of its own, so that its peak memory is its own: writing the folder, `regraft convert`,
+`regraft verify`, and a reload through transformers that has to be bit-equal. Prints a table; needs 4 GB of
+disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parents[2]
+SHAPE_340M: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_heads": 4,
+    "head_dim": 256,
+    "expand_v": 1,
+    "intermediate_size": 2816,
+    "vocab_size": 32000,
+}
+LAYERS = "5,11,17,23"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write the folders here and keep them")
+    parser.add_argument("--write", nargs=2, metavar=("FOLDER", "SHAPE"), help=argparse.SUPPRESS)
+    parser.add_argument("--reload", nargs=1, metavar="FOLDER", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.write:
+        write(Path(args.write[0]), json.loads(args.write[1]))
+    elif args.reload:
+        reload(args.reload[0])
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            rows = measure(args.keep or Path(scratch), SHAPE_340M, LAYERS, args.dtype)
+        print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}\n")
+        print("| step | seconds | peak resident GB |\n|---|---:|---:|")
+        for row in rows:
+            print(f"| {row['step']} | {row['seconds']:.0f} | {row['peak_gb']:.2f} |")
+
+
+def measure(base: Path, shape: dict[str, Any], layers: str, dtype: str) -> list[dict[str, Any]]:
+    """Run every step; seconds and peak resident memory of each.
+
+    Raises:
+        RuntimeError: a step failed, with the end of what it said.
+    """
+    teacher, student = base / "teacher", base / "student"
+    me, regraft = [sys.executable, str(Path(__file__).resolve())], [sys.executable, "-m", "regraft"]
+    steps = {
+        "python and libraries alone": [sys.executable, "-c", "import regraft.convert"],
+        "write the teacher": [*me, "--write", str(teacher), json.dumps(shape)],
+        "convert": [
+            *(*regraft, "convert", str(teacher), "--layers", layers, "--dtype", dtype, "--out", str(student)),
+        ],
+        "verify": [*regraft, "verify", str(student), "--teacher", str(teacher), "--length", "193"],
+        "reload, bit-equal": [*me, "--reload", str(student)],
+    }
+    return [{"step": name, **run(command)} for name, command in steps.items()]
+
+
+def run(command: list[str]) -> dict[str, Any]:
+    """Run one step in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    start = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        text = said.read()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command[:4])} ended with {process.returncode}: {text[-2000:]}")
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
+    return {
+        "seconds": time.perf_counter() - start,
+        "peak_gb": usage.ru_maxrss / unit * 1.073741824,
+        "said": text,
+    }
+
+
+def write(folder: Path, shape: dict[str, Any]) -> None:
+    """A teacher's folder with random bfloat16 weights, in fla's format."""
+    from regraft.layers import RegraftConfig, RegraftForCausalLM
+
+    torch.manual_seed(0)
+    model = RegraftForCausalLM(RegraftConfig(**shape))
+    folder.mkdir(parents=True)
+    config = {"model_type": "gated_deltanet", "architectures": ["GatedDeltaNetForCausalLM"], **shape}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    tensors = {
+        name: x if name.endswith("A_log") else x.to(torch.bfloat16) for name, x in model.state_dict().items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def reload(folder: str) -> None:
+    """Tensors through transformers' Auto class against the file, logits against our own reader."""
+    from transformers import AutoModelForCausalLM
+
+    from regraft.convert import load_model
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    stored = load_file(Path(folder) / "model.safetensors")
+    state = model.state_dict()
+    wrong = [
+        name
+        for name, x in stored.items()
+        if not (x.dtype == state[name].dtype and torch.equal(x, state[name]))
+    ]
+    if wrong or set(state) != set(stored):
+        raise SystemExit(f"not bit-equal: {wrong[:5]}, {sorted(set(state) ^ set(stored))[:5]}")
+    ids = torch.arange(70).view(1, -1)
+    dtype = str(model.model.embeddings.weight.dtype).removeprefix("torch.")
+    with torch.no_grad():
+        if not torch.equal(model(ids).logits, load_model(folder, dtype=dtype)(ids).logits):
+            raise SystemExit("logits are not bit-equal")
+    print(f"{len(stored)} tensors and the logits are bit-equal")
+
+
+if __name__ == "__main__":
+    main()
