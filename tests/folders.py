@@ -61,6 +61,16 @@ def mixer_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes | ({"g_proj.weight": (HV * V, d)} if c["use_gate"] else {})
 
 
+def attention_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensors of one softmax attention layer of a hybrid."""
+    d, attn = c["hidden_size"], c["attn"]
+    keys = d // attn["num_heads"] * (attn.get("num_kv_heads") or attn["num_heads"])
+    widths = {"q_proj": d, "k_proj": keys, "v_proj": keys}
+    biases = {f"{name}.bias": (width,) for name, width in widths.items() if attn.get("qkv_bias")}
+    weights = {f"{name}.weight": (width, d) for name, width in widths.items()}
+    return weights | biases | {"o_proj.weight": (d, d)}
+
+
 def make_tensors(c: dict[str, Any], dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     """All tensors of a model, with fla's names."""
     rng = torch.Generator().manual_seed(seed)
@@ -81,10 +91,12 @@ def make_tensors(c: dict[str, Any], dtype: torch.dtype, seed: int = 0) -> dict[s
         tensors["lm_head.weight"] = draw((vocab, d))
     for i in range(c["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        for name, shape in mixer_shapes(c).items():
+        attention = i in (c["attn"] or {}).get("layers", ())
+        for name, shape in (attention_shapes(c) if attention else mixer_shapes(c)).items():
             tensors[f"{layer}attn.{name}"] = draw(shape)
-        tensors[f"{layer}attn.A_log"] = torch.rand(HV, generator=rng).mul(16).clamp(min=0.1).log()
-        tensors[f"{layer}attn.dt_bias"] = torch.randn(HV, generator=rng).sub(4).to(dtype)
+        if not attention:
+            tensors[f"{layer}attn.A_log"] = torch.rand(HV, generator=rng).mul(16).clamp(min=0.1).log()
+            tensors[f"{layer}attn.dt_bias"] = torch.randn(HV, generator=rng).sub(4).to(dtype)
         for name, shape in (("gate", (inner, d)), ("up", (inner, d)), ("down", (d, inner))):
             tensors[f"{layer}mlp.{name}_proj.weight"] = draw(shape)
         for norm in ("attn_norm", "mlp_norm"):

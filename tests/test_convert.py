@@ -184,6 +184,24 @@ MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "model.embeddings.weight has shape [97, 32], not [96, 32]",
     ),
     "no short convolution": (lambda f: edit_config(f, use_short_conv=False), "use_short_conv"),
+    "another MLP": (lambda f: edit_config(f, hidden_act="relu"), "hidden_act='relu'"),
+    "another gate": (
+        lambda f: edit_config(f, output_gate_activation="sigmoid"),
+        "output_gate_activation='sigmoid'",
+    ),
+    "attention over residuals": (lambda f: edit_config(f, attnres_block_size=2), "attnres_block_size=2"),
+    "attention nowhere": (
+        lambda f: edit_config(f, attn={"layers": [7], "num_heads": 2}),
+        "attn: layer 7 is named twice or is not one of 4",
+    ),
+    "attention of another kind": (
+        lambda f: edit_config(f, attn={"layers": [2], "num_heads": 2, "qk_norm": True}),
+        "attn: qk_norm unknown",
+    ),
+    "attention without its tensors": (
+        lambda f: edit_config(f, attn={"layers": [2], "num_heads": 2}),
+        "model.layers.2.attn.q_proj.weight has shape [16, 32], not [32, 32]",
+    ),
     "heads": (lambda f: edit_config(f, num_v_heads=3), "num_v_heads"),
     "negative eigenvalues": (lambda f: edit_config(f, allow_neg_eigval=True), "layer 1: has write strengths"),
     "layer too many": (lambda f: edit_config(f, num_hidden_layers=5), "model.layers.4.attn.A_log is missing"),
@@ -581,6 +599,42 @@ def test_a_teacher_with_doubled_write_strength_is_hosted(tmp_path) -> None:
         o = torch.stack(outputs, dim=1)
         expected = mixer.o_proj(mixer.o_norm(o).flatten(2))
         torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+HYBRID = {"layers": [0, 2], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "window_size": 50}
+
+
+def test_a_hybrid_keeps_its_attention(regraft, tmp_path) -> None:
+    """Its delta layers are converted; generation, reload and revert work; attention layers are refused."""
+    folder, out = write_teacher(tmp_path / "t", attn=HYBRID), tmp_path / "s"
+    code, _, err = regraft("convert", folder, "--layers", 3, "--out", out)
+    assert code == 0, err
+    teacher, student = load_model(str(folder)), load_model(str(out))
+    assert [m["kind"] for m in student.config.mixers] == [
+        "attention",
+        "gated_deltanet",
+        "attention",
+        "bayesian",
+    ]
+    ids = tokens(97, 2, 150)
+    with torch.no_grad():
+        torch.testing.assert_close(student(ids).logits, teacher(ids).logits, rtol=0, atol=1e-4)
+        reloaded = RegraftForCausalLM.from_pretrained(out).eval()
+        assert torch.equal(reloaded(ids).logits, student(ids).logits)
+    settings: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    mask[0, :60] = 0
+    with_cache = student.generate(ids, attention_mask=mask, **settings)
+    assert torch.equal(with_cache, student.generate(ids, attention_mask=mask, use_cache=False, **settings))
+    certificate = json.loads((out / "verify.json").read_text())
+    assert certificate["passed"] and list(certificate["layers"]) == ["3"]
+    for layers, names in (("2,3", "layer 2"), ("last:3", "layer 2"), ("0,2", "layers 0, 2")):
+        code, _, err = regraft("convert", folder, "--layers", layers, "--out", tmp_path / "s2")
+        assert code == 2 and f"{names}: softmax attention (`attn` in config.json)" in err
+        assert "choose among 1, 3" in err and not (tmp_path / "s2").exists()
+    arguments = ("--revert", 3, "--teacher", folder, "--out", tmp_path / "r")
+    assert regraft("convert", out, *arguments)[0] == 0
+    assert torch.equal(load_model(str(tmp_path / "r"))(ids).logits, teacher(ids).logits)
 
 
 def test_conversion_in_memory(teacher) -> None:

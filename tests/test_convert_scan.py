@@ -77,6 +77,14 @@ def test_a_scan_chooses_the_layers_of_a_conversion(regraft, teacher, tmp_path, m
     assert code == 2 and "run `regraft scan`" in err
 
 
+def test_the_attention_of_a_hybrid_has_no_memory_to_cut(regraft, tmp_path) -> None:
+    attn = {"layers": [1, 2], "num_heads": 4}
+    folder = write_teacher(tmp_path / "t", tokenizer=True, attn=attn)
+    assert [row.layer for row in scan(str(folder), samples=1, length=256).layers] == [0, 3]
+    code, _, err = regraft("convert", folder, "--layers", "scan:3", "--out", tmp_path / "s")
+    assert code == 2 and "2 layers that can be converted" in err
+
+
 def test_a_teacher_without_a_tokenizer_is_refused(regraft, tmp_path) -> None:
     folder = write_teacher(tmp_path / "t")
     code, _, err = regraft("scan", folder)

@@ -23,6 +23,7 @@ from regraft.convert.verify import Certificate, compare, probe_text, write_certi
 from regraft.errors import UserError, VerificationError
 from regraft.files import atomic_directory, hash_directory, refuse_existing, write_text
 from regraft.layers import BayesianLayer, RegraftForCausalLM
+from regraft.layers.attention import Attention
 from regraft.layers.mixers import inverse_softplus
 
 _LEAST_MATCH = 0.01  # softplus has no zero; at evidence 0 the extra noise is absent anyway
@@ -131,9 +132,11 @@ def scanned(checkpoint: Checkpoint, layers: str | Sequence[int]) -> str | Sequen
     """`scan:N` as the N layers that a scan of the model finds, any other selection as it is."""
     if not isinstance(layers, str) or not re.fullmatch(r"scan:[1-9][0-9]*", layers.strip()):
         return layers
-    n, total = int(layers.split(":")[1]), model_config(checkpoint, headers_only=True).num_hidden_layers
+    mixers = model_config(checkpoint, headers_only=True).mixers
+    n, total = int(layers.split(":")[1]), sum(m["kind"] != Attention.kind for m in mixers)
     if n > total:
-        raise UserError(f"layers {layers!r}", f"the model has {total} layers.", f"choose up to {total}.")
+        reason = f"the model has {total} layers that can be converted."
+        raise UserError(f"layers {layers!r}", reason, f"choose up to {total}.")
     return scan_checkpoint(checkpoint).best(n)
 
 

@@ -49,8 +49,14 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None) -> PreTrai
 
 
 @torch.no_grad()
-def fill(checkpoint: Checkpoint, plan: Plan) -> RegraftForCausalLM:
-    """Build the planned model; each source tensor is read once and cast on its way in."""
+def fill(
+    checkpoint: Checkpoint, plan: Plan, *, beside: RegraftForCausalLM | None = None
+) -> RegraftForCausalLM:
+    """Build the planned model; each source tensor is read once and cast on its way in.
+
+    Tensors that another model, `beside`, has bit for bit share its memory.
+    """
+    known = {} if beside is None else beside.state_dict()
     by_source: dict[str, list[Entry]] = {}
     for entry in plan.entries:
         if entry.source is not None:
@@ -59,7 +65,10 @@ def fill(checkpoint: Checkpoint, plan: Plan) -> RegraftForCausalLM:
     for name, tensor in checkpoint.read(list(by_source)):
         for entry in by_source[name]:
             part = tensor if entry.rows is None else tensor[slice(*entry.rows)]
-            state[entry.target] = part.to(entry.dtype, copy=True).contiguous()
+            mine = part.to(entry.dtype, copy=True).contiguous()
+            theirs = known.get(entry.target)
+            same = theirs is not None and theirs.dtype == mine.dtype and torch.equal(theirs, mine)
+            state[entry.target] = theirs if theirs is not None and same else mine
     return _assemble(plan, state, checkpoint)
 
 

@@ -17,9 +17,20 @@ from rich.table import Table
 
 from regraft.convert.checkpoint import Checkpoint
 from regraft.errors import UserError
-from regraft.layers import MIXERS, RegraftConfig, RegraftForCausalLM
+from regraft.layers import RegraftConfig, RegraftForCausalLM
+from regraft.layers.attention import mixers_of
+from regraft.layers.mixers import build_mixer, layer_class
 
 TEACHER_TYPE = "gated_deltanet"
+# Fields of fla's configuration that our decoder has in one form only, and what the others would be.
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_short_conv": ((True,), "no short convolutions"),
+    "hidden_act": (("swish", "silu"), "another activation in its MLPs"),
+    "output_gate_activation": (("swish", "silu"), "another activation of its output gates"),
+    "attnres_block_size": ((None,), "attention over the residuals of earlier layers"),
+}
+# What fla takes where config.json is silent, if it is not what our configuration takes.
+FLA_DEFAULTS = {"hidden_size": 2048, "expand_v": 2.0, "num_heads": 6, "num_hidden_layers": 21}
 _LEGACY_D = re.compile(r"model\.layers\.\d+\.attn\.D")
 _GATE = re.compile(r"model\.layers\.\d+\.mlp\.gate_proj\.weight")
 _BYTES = {torch.float32: 4, torch.bfloat16: 2}
@@ -91,20 +102,27 @@ def model_config(checkpoint: Checkpoint, *, headers_only: bool = False) -> Regra
     if kind != TEACHER_TYPE:
         fix = f"give a {TEACHER_TYPE} checkpoint or a model exported by regraft."
         raise UserError(where, f"describes a {kind!r} model.", fix)
-    if raw.get("attn"):
-        raise UserError(where, "describes a hybrid with attention layers.", "use a pure Gated DeltaNet.")
-    if raw.get("use_short_conv") is False:
-        raise UserError(where, "has no short convolutions (use_short_conv).", "use a teacher that has them.")
+    for field, (hosted, what) in ONLY.items():
+        if raw.get(field, hosted[0]) not in hosted:
+            raise UserError(where, f"has {field}={raw[field]!r}: {what}.", "use a teacher that has it not.")
+    raw = FLA_DEFAULTS | raw
     known = set(RegraftConfig.__init__.__annotations__) | {"bos_token_id", "eos_token_id", "pad_token_id"}
     fields = {name: raw[name] for name in known & set(raw)}
     tied = bool(raw.get("tie_word_embeddings", False))
     fields["tie_word_embeddings"] = tied and _may_tie(checkpoint, headers_only)
-    return _build_config(fields, where)
+    return _build_config(fields, where, raw.get("attn"))
 
 
-def _build_config(fields: dict[str, Any], where: Path) -> RegraftConfig:
+def _build_config(fields: dict[str, Any], where: Path, attn: Any = None) -> RegraftConfig:
+    """The configuration of these fields; `attn` is what fla calls the attention layers of a hybrid."""
     try:
-        return RegraftConfig(**fields)
+        config = RegraftConfig(**fields)
+        attention = mixers_of(attn, config.num_hidden_layers) if attn else {}
+        config.mixers = [attention.get(i, mixer) for i, mixer in enumerate(config.mixers)]
+        with torch.device("meta"):
+            for layer in attention:
+                build_mixer(config, layer)
+        return config
     except (ValueError, TypeError) as error:
         fix = "use the published config.json."
         raise UserError(where, f"does not describe a model: {error}.", fix) from error
@@ -187,13 +205,13 @@ def _mixer_tensor(target: str, config: RegraftConfig) -> tuple[str, str] | None:
 
 def _is_float32(target: str, config: RegraftConfig) -> bool:
     mixer = _mixer_tensor(target, config)
-    return mixer is not None and mixer[1] in MIXERS[mixer[0]].float32_parameters
+    return mixer is not None and mixer[1] in layer_class(mixer[0]).float32_parameters
 
 
 def _is_new(target: str, config: RegraftConfig) -> bool:
     """Whether a Gated DeltaNet has no such tensor, so that a conversion has to make it."""
     mixer = _mixer_tensor(target, config)
-    return mixer is not None and mixer[1] in MIXERS[mixer[0]].new_parameters
+    return mixer is not None and mixer[1] in layer_class(mixer[0]).new_parameters
 
 
 def _start_of(target: str) -> str:

@@ -26,6 +26,7 @@ from regraft.convert.plan import make_plan, model_config
 from regraft.errors import UserError
 from regraft.files import hash_directory, write_json
 from regraft.layers import DeltaNet, Mixer, RegraftForCausalLM
+from regraft.layers.attention import Attention
 
 TASK = "niah_single_2"
 WINDOW = 32  # tokens; a needle and its question are further apart
@@ -91,16 +92,16 @@ class _Document:
 
 
 def scan_model(model: RegraftForCausalLM, documents: Sequence[_Document], progress: bool = False) -> Scan:
-    """Measure every layer of a model on the same documents."""
-    statistics = _statistics(model, documents)
+    """Measure every layer of a model that has a memory to cut, on the same documents."""
     loss, retrieved = _answers(model, documents)
     rows = []
-    layers = range(model.config.num_hidden_layers)
+    layers = [i for i, m in enumerate(model.config.mixers) if m["kind"] != Attention.kind]
+    statistics = iter(_statistics(model, documents, layers))
     for layer in track(layers, "scan", transient=True, disable=not progress):
         with forgetting(_mixer(model, layer)):
             cut_loss, cut_retrieved = _answers(model, documents)
         kind = model.config.mixers[layer]["kind"]
-        rows.append(LayerScan(layer, kind, *statistics[layer], cut_loss, cut_retrieved, cut_loss - loss))
+        rows.append(LayerScan(layer, kind, *next(statistics), cut_loss, cut_retrieved, cut_loss - loss))
     return Scan(loss, retrieved, max(d.ids.shape[1] for d in documents), len(documents), tuple(rows))
 
 
@@ -196,10 +197,10 @@ def _answers(model: RegraftForCausalLM, documents: Sequence[_Document]) -> tuple
 
 @torch.no_grad()
 def _statistics(
-    model: RegraftForCausalLM, documents: Sequence[_Document]
+    model: RegraftForCausalLM, documents: Sequence[_Document], layers: Sequence[int]
 ) -> list[tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]]:
-    """For each layer: decay, half-life and gain of its heads, means over all tokens."""
-    mixers = [_mixer(model, layer) for layer in range(model.config.num_hidden_layers)]
+    """For each of these layers: decay, half-life and gain of its heads, means over all tokens."""
+    mixers = [_mixer(model, layer) for layer in layers]
     sums: list[dict[str, Tensor]] = [{} for _ in mixers]
     pairs = zip(mixers, sums, strict=True)
     hooks = [mixer.register_forward_pre_hook(_recorder(mixer, row)) for mixer, row in pairs]

@@ -7,6 +7,7 @@ from typing import Any
 
 from regraft.errors import UserError
 from regraft.layers import RegraftConfig
+from regraft.layers.attention import Attention
 from regraft.recipes.selector import resolve_layers
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -47,6 +48,12 @@ def choose_mixers(
     for name in (to, *targets.values()):
         if name not in TARGETS:
             raise UserError("target", f"{name!r} is unknown.", f"choose one of {', '.join(TARGETS)}.")
+    attention = [str(i) for i in chosen if teacher.mixers[i]["kind"] == Attention.kind]
+    if attention:
+        which = f"layer{'s' * (len(attention) > 1)} {', '.join(attention)}"
+        others = ", ".join(str(i) for i, m in enumerate(teacher.mixers) if m["kind"] != Attention.kind)
+        reason = "softmax attention (`attn` in config.json), which is kept as it is."
+        raise UserError(which, reason, f"choose among {others}.")
     if teacher.allow_neg_eigval:
         which = f"layer {chosen[0]}" if len(chosen) == 1 else f"layers {', '.join(map(str, chosen))}"
         reason = "has write strengths up to 2 (allow_neg_eigval), which no Kalman gain reaches."

@@ -169,7 +169,9 @@ def verify(
     if length < LENGTH:
         raise UserError("--length", f"{length} is too short for the checks.", f"give at least {LENGTH}.")
     theirs, ours = open_checkpoint(teacher, revision, allow_pickle=allow_pickle), open_checkpoint(student)
-    models = [fill(c, make_plan(c, model_config(c), DTYPES[dtype])) for c in (theirs, ours)]
+    plans = [make_plan(c, model_config(c), DTYPES[dtype]) for c in (theirs, ours)]
+    first = fill(theirs, plans[0])
+    models = [first, fill(ours, plans[1], beside=first)]
     sizes = [(m.config.vocab_size, m.config.num_hidden_layers) for m in models]
     if sizes[0] != sizes[1]:
         reason = f"teacher and student have {sizes[0]} and {sizes[1]} tokens and layers."

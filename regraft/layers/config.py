@@ -20,11 +20,12 @@ COUNTS = (
 class RegraftConfig(PretrainedConfig):
     """Configuration of `RegraftForCausalLM`.
 
-    Field names and defaults are those of flash-linear-attention's Gated DeltaNet configuration.
+    Field names are those of flash-linear-attention's Gated DeltaNet configuration, defaults those of the
+    published 340M checkpoints.
 
     Args:
         mixers: one entry a layer, `{"kind": "gated_deltanet"}` or `{"kind": "bayesian", "noise_groups": G,
-            "obs_var_floor": r_min}`. All Gated DeltaNet by default.
+            "obs_var_floor": r_min}`. All Gated DeltaNet by default; `attention` is kept from hybrids.
         num_heads: key heads; `num_v_heads` value heads (the same by default, else a multiple).
         head_dim: key width K of a head; `int(head_dim * expand_v)` is its value width.
         intermediate_size: width of the SwiGLU; `256 * ceil(int(d * hidden_ratio * 2/3) / 256)` by default.

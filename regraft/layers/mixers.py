@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regraft.layers.attention import Attention
 from regraft.layers.config import RegraftConfig
 from regraft.layers.mixer import Design, Mixer, ZeroLinear
 from regraft.ops.inputs import Covariance
@@ -384,7 +385,12 @@ MIXERS: dict[str, type[Mixer]] = {
 }
 
 
-def build_mixer(config: RegraftConfig, layer: int) -> Mixer:
+def layer_class(kind: str) -> type[Mixer] | type[Attention]:
+    """The class of a layer's kind: a mixer, or the attention of hybrids."""
+    return Attention if kind == Attention.kind else MIXERS[kind]
+
+
+def build_mixer(config: RegraftConfig, layer: int) -> Mixer | Attention:
     """The mixer that `config.mixers[layer]` describes.
 
     Raises:
@@ -392,13 +398,14 @@ def build_mixer(config: RegraftConfig, layer: int) -> Mixer:
     """
     settings = dict(config.mixers[layer])
     kind = settings.pop("kind")
-    if kind not in MIXERS:
-        raise ValueError(f"mixers[{layer}].kind: {kind!r} is not one of {sorted(MIXERS)}")
-    known = list(inspect.signature(MIXERS[kind].add_design).parameters)[2:]
+    if kind not in MIXERS and kind != Attention.kind:
+        raise ValueError(f"mixers[{layer}].kind: {kind!r} is not one of {[*sorted(MIXERS), Attention.kind]}")
+    chosen = layer_class(kind)
+    known = list(inspect.signature(getattr(chosen, "add_design", chosen.__init__)).parameters)[2:]
     for name in settings:
         if name not in known:
             raise ValueError(f"mixers[{layer}].{name}: {kind!r} has the settings {known}")
-    return MIXERS[kind](config, **settings)
+    return chosen(config, **settings)
 
 
 def teacher_obs_var(log_precision: Tensor, k: Tensor) -> Tensor:

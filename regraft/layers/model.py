@@ -13,6 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
+from regraft.layers.attention import Attention
 from regraft.layers.cache import RegraftCache
 from regraft.layers.config import RegraftConfig
 from regraft.layers.fla_kernels import choose
@@ -67,7 +68,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn: Mixer = build_mixer(config, layer)
+        self.attn: Mixer | Attention = build_mixer(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
@@ -112,6 +113,8 @@ class RegraftPreTrainedModel(PreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, std=0.0 if isinstance(module, ZeroLinear) else std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=std)
         elif isinstance(module, RMSNorm):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from regraft.layers import MixerState, RegraftCache, RegraftForCausalLM
+from regraft.layers import RegraftCache, RegraftForCausalLM
 from regraft.report.tasks import complete
 
 PREFILL_TOKENS = {
@@ -126,7 +126,7 @@ def _read(
             logits.append(last)
             if progress:
                 progress(sum(len(prompt.ids) for prompt in part))
-    return _joined(caches), torch.cat(logits)
+    return RegraftCache.joined(caches), torch.cat(logits)
 
 
 def _read_part(
@@ -156,21 +156,6 @@ def _copies(cache: RegraftCache | None, rows: int) -> RegraftCache | None:
     copy.states, copy.seen = list(cache.states), cache.seen
     copy.batch_repeat_interleave(rows)
     return copy
-
-
-def _joined(caches: list[RegraftCache]) -> RegraftCache:
-    """One state of all rows."""
-    if len(caches) == 1:
-        return caches[0]
-    joined = RegraftCache(len(caches[0]))
-    joined.seen = max(cache.seen for cache in caches)
-    for layer in range(len(joined)):
-        states = [state for cache in caches if (state := cache.states[layer]) is not None]
-        conv = tuple(torch.cat(parts) for parts in zip(*(state.conv for state in states), strict=True))
-        covs = [state.cov for state in states if state.cov is not None]
-        mean = torch.cat([state.mean for state in states])
-        joined.states[layer] = MixerState(conv, mean, torch.cat(covs) if covs else None)
-    return joined
 
 
 def _stop_ids(model: RegraftForCausalLM, tokenizer: PreTrainedTokenizerFast) -> set[int]:

@@ -53,9 +53,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             rows = measure(args.keep or Path(scratch), SHAPE_340M, LAYERS, args.dtype)
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}\n")
-        print("| step | seconds | peak resident GB |\n|---|---:|---:|")
+        print("| step | seconds | CPU seconds | peak resident GB |\n|---|---:|---:|---:|")
         for row in rows:
-            print(f"| {row['step']} | {row['seconds']:.0f} | {row['peak_gb']:.2f} |")
+            print(
+                f"| {row['step']} | {row['seconds']:.0f} | {row['cpu_seconds']:.0f} | {row['peak_gb']:.2f} |"
+            )
 
 
 def measure(base: Path, shape: dict[str, Any], layers: str, dtype: str) -> list[dict[str, Any]]:
@@ -90,10 +92,10 @@ def run(command: list[str]) -> dict[str, Any]:
         text = said.read()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command[:4])} ended with {process.returncode}: {text[-2000:]}")
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
     return {
         "seconds": time.perf_counter() - start,
-        "peak_gb": usage.ru_maxrss / unit * 1.073741824,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_gb": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9,  # KiB but for there
         "said": text,
     }
 
