@@ -21,6 +21,11 @@ from regraft.layers import RegraftForCausalLM
 from regraft.recipes.schema import BoundaryMSE, CrossEntropy, LayerNMSE
 
 
+def needs_teacher(losses: Iterable[Any]) -> bool:
+    """Whether any of the losses compares with a teacher."""
+    return any(not isinstance(loss, CrossEntropy) for loss in losses)
+
+
 @dataclass
 class Trace:
     """What one pass saw. Keys are layer indices; tensors are `[R,T,d]`."""
@@ -95,9 +100,9 @@ class Objective:
     logit_chunk: int = LOGIT_CHUNK
 
     @property
-    def compares(self) -> bool:
-        """Whether a teacher is needed."""
-        return any(not isinstance(loss, CrossEntropy) for loss in self.losses)
+    def whole(self) -> bool:
+        """Whether the models run to their heads."""
+        return bool(self._head)
 
     @property
     def _head(self) -> list[Any]:
@@ -159,9 +164,9 @@ class Objective:
             rows: the micro-batch.
             tokens, targets: real tokens and predicted tokens of the whole step.
         """
-        whole = bool(self._head)
+        whole = self.whole
         seen = Trace()
-        if self.compares:
+        if needs_teacher(self.losses):
             assert teacher is not None
             with torch.no_grad():
                 seen = trace(teacher, rows, self.layers, whole=whole)

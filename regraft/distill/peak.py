@@ -49,13 +49,17 @@ class PeakMemory(TorchDispatchMode):
         if not size or storage in self._known:
             return
         self._known.add(storage)
-        place = self.place[-1]
+        place = self.place_of(x)
         weakref.finalize(storage, self._free, place, size)
         self.live[place] += size
         self._total += size
         self.largest[place] = max(self.largest.get(place, (0, ())), (size, tuple(x.shape)))
         if self._total > self.peak:
             self.peak, self.at_peak = self._total, {k: v for k, v in self.live.items() if v}
+
+    def place_of(self, x: Tensor) -> str:
+        """Which place a new tensor belongs to: the innermost one open."""
+        return self.place[-1]
 
     def _free(self, place: str, size: int) -> None:
         self.live[place] -= size
@@ -71,14 +75,14 @@ class PeakMemory(TorchDispatchMode):
             self.place.pop()
 
     @contextmanager
-    def watching(self, places: dict[str, nn.Module]) -> Iterator[None]:
-        """What these modules make in their forward pass belongs to the place of their name."""
+    def watching(self, places: list[tuple[str, nn.Module]]) -> Iterator[None]:
+        """What these modules make in their forward pass belongs to the place beside them."""
 
         def enter(place: str) -> Callable[..., None]:
             return lambda *_: self.place.append(place)
 
-        hooks = [m.register_forward_pre_hook(enter(name)) for name, m in places.items()]
-        hooks += [m.register_forward_hook(lambda *_: (self.place.pop(), None)[1]) for m in places.values()]
+        hooks = [m.register_forward_pre_hook(enter(name)) for name, m in places]
+        hooks += [m.register_forward_hook(lambda *_: (self.place.pop(), None)[1]) for _, m in places]
         try:
             yield
         finally:
