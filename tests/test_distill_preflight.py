@@ -90,7 +90,7 @@ def test_the_control_is_checked_too(pair):
         (["phases.0.train=all"], "phase match: no loss reaches lm_head.weight, model.embeddings.weight"),
         (
             ["phases.0.train=converted+norms"],
-            "phase match: no loss reaches model.layers.0.attn.o_norm.weight",
+            "match: no loss reaches model.layers.0.attn.o_norm.weight",
         ),
         (["phases.0.train=['model.layers.3.*']"], "layer_nmse does not reach anything that the phase trains"),
         (
@@ -147,7 +147,7 @@ def test_a_gradient_that_does_not_vanish_is_caught(pair, monkeypatch):
 
     right = divergence.forward_kl
     monkeypatch.setattr(divergence, "forward_kl", wrong)
-    with pytest.raises(UserError, match="forward_kl is 0 where student and teacher are one; gradient up to"):
+    with pytest.raises(UserError, match="forward_kl is 0 where student and teacher are one; gradient to"):
         preflight(*pair, stages(), LAYERS)
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from regraft.convert.load import DTYPES
 from regraft.distill.adapters import add_adapters
 from regraft.distill.data import Rows
 from regraft.distill.losses import Objective, needs_teacher
@@ -25,7 +28,7 @@ from regraft.distill.peak import PeakMemory, nbytes
 from regraft.distill.stage import Stage
 from regraft.distill.trainable import evidence_parameters, prefix_of, trainable_names
 from regraft.layers import RegraftConfig, RegraftForCausalLM
-from regraft.recipes.schema import LoRA
+from regraft.recipes.schema import LoRA, Recipe
 
 SAMPLE = 128  # tokens of a stand-in row: two chunks of the filter; the cost a token is that of longer rows
 
@@ -71,6 +74,50 @@ class Cost:
         parts = sorted(self.memory.items(), key=lambda item: -item[1])[:3]
         listed = "; ".join(f"{name} {size / 1e9:.2f} GB ({SHRINKS[name]})" for name, size in parts)
         return f"about {self.peak / 1e9:.2f} GB: {listed}"
+
+
+def stage_costs(
+    stages: Sequence[Stage],
+    student: RegraftConfig,
+    teacher: RegraftConfig | None,
+    layers: tuple[int, ...],
+    recipe: Recipe,
+) -> dict[str, Cost]:
+    """The cost of every stage of a recipe, by name; arguments as in `stage_cost`."""
+    settings: dict[str, Any] = {
+        "seq_len": recipe.data.seq_len,
+        "lora": recipe.lora,
+        "dtype": DTYPES[recipe.teacher.dtype],
+    }
+    return {stage.name: stage_cost(stage, student, teacher, layers, **settings) for stage in stages}
+
+
+def memory_line(costs: Mapping[str, Cost], free: int) -> str:
+    """What the stage that needs most memory needs, of what, and how much is free."""
+    name, worst = max(costs.items(), key=lambda item: item[1].peak)
+    more = "" if worst.peak <= free else "; this may not be enough"
+    return f"memory: {worst.explain()} in {name}; {free / 1e9:.1f} GB free{more}"
+
+
+def free_memory() -> int:
+    """Bytes free on the device that a run would use."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def spent(costs: Mapping[str, Cost], places: Mapping[str, int]) -> dict[str, Any]:
+    """FLOPs of a run for its manifest, from the token places (padding included) that each stage computed."""
+    flops = {name: costs[name].flops * n for name, n in places.items()}
+    teacher = sum(costs[name].teacher_flops * n for name, n in places.items())
+    return {
+        "flops": sum(flops.values()),
+        "flops_of_teacher": teacher,
+        "stages": {
+            name: {"token_places": places[name], "flops": flops[name], "memory_estimate": costs[name].peak}
+            for name in places
+        },
+    }
 
 
 class _FullRows(Rows):
@@ -133,10 +180,8 @@ def _cost(
     dtype: torch.dtype,
 ) -> Cost:
     with FakeTensorMode():
-        model = _model(student)
+        model = _model(student, lora, layers)
         reference = None if teacher is None else _model(teacher).requires_grad_(False)
-        if lora is not None:
-            add_adapters(model, lora, layers)
         names = set(trainable_names(model, train, layers))
         if learn_evidence:
             names |= set(evidence_parameters(model))
@@ -173,8 +218,20 @@ def _cost(
         )
 
 
-def _model(config: str) -> RegraftForCausalLM:
-    return RegraftForCausalLM(RegraftConfig(**json.loads(config)))
+def _model(config: str, lora: LoRA | None = None, layers: tuple[int, ...] = ()) -> RegraftForCausalLM:
+    """The model, called under a FakeTensorMode; built without one, for peft moves the tensors it makes."""
+    with torch.device("meta"), unset_fake_temporarily():
+        model = RegraftForCausalLM(RegraftConfig(**json.loads(config)))
+        if lora is not None:
+            add_adapters(model, lora, layers)
+    fake: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                if id(p) not in fake:
+                    fake[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype))
+                module._parameters[name] = fake[id(p)]
+    return model
 
 
 class _Count(PeakMemory):

@@ -38,6 +38,7 @@ class Progressed:
     seconds: float = 0.0
     data_sha256: str = ""  # chain over the ids of every row trained on, in order
     variance: dict[str, list[float]] = field(default_factory=dict)  # of the current stage
+    places: dict[str, int] = field(default_factory=dict)  # places for tokens computed, by stage; with padding
 
 
 @dataclass
@@ -135,6 +136,7 @@ class Loop:
             values = self._step(stage, step, objective, optimizer, rows, learned)
             self.at.step += 1
             self.at.tokens += rows.tokens
+            self.at.places[stage.name] = self.at.places.get(stage.name, 0) + rows.ids.numel()
             seconds = time.monotonic() - began
             self.at.seconds += seconds
             line = {
@@ -142,6 +144,7 @@ class Loop:
                 "stage": stage.name,
                 "tokens": self.at.tokens,
                 "tokens_per_second": round(rows.tokens / seconds, 1),
+                "rows": self.at.data_sha256[:16],
                 "lr": stage.lr_at(step),
                 **values,
             }

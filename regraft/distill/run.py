@@ -16,6 +16,7 @@ from regraft.convert import export_model, load_model, load_tokenizer, make_stude
 from regraft.convert.convert import cast_model, write_student
 from regraft.convert.load import DTYPES
 from regraft.distill.adapters import add_adapters, merge_adapters
+from regraft.distill.cost import free_memory, memory_line, spent, stage_costs
 from regraft.distill.data import RowStream
 from regraft.distill.loop import Loop, Progressed
 from regraft.distill.parent import (
@@ -26,6 +27,7 @@ from regraft.distill.parent import (
     chosen_phases,
     read_manifest,
 )
+from regraft.distill.preflight import preflight
 from regraft.distill.stage import Stage, control_stages, phase_stages
 from regraft.distill.trainable import trainable_table
 from regraft.errors import UserError
@@ -165,6 +167,9 @@ def _train(
     if (lora := recipe.lora) is not None:
         add_adapters(student, lora, layers)
     console.print(trainable_table(student, stages, layers))
+    preflight(student, teacher, stages, layers, autocast=DTYPES[recipe.teacher.dtype])
+    costs = stage_costs(stages, student.config, teacher.config if teacher else None, layers, recipe)
+    console.print(memory_line(costs, free_memory()), soft_wrap=True)
     stream = RowStream(recipe.data, load_tokenizer(recipe.teacher.model, revision=recipe.teacher.revision))
     loop = Loop(
         student=student,
@@ -197,6 +202,7 @@ def _train(
         "steps": done.step,
         "seconds": round(done.seconds, 2),
         "device": _device_name(),
+        **spent(costs, done.places),
     }
     write_json(out / MANIFEST, {**read_manifest(out), "finished": finished})
     speed = done.tokens / max(done.seconds, 1e-9)
