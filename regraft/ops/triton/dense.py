@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from regraft.ops.triton.chunks import Chunks
-from regraft.ops.triton.linalg import accumulate, chunk_decay, ldl, meet
+from regraft.ops.triton.linalg import accumulate, arrive, chunk_decay, ldl, wait
 
 WIDTHS = (16, 32, 64, 128, 256)
 
@@ -49,6 +49,45 @@ def _square(base, row, col, width, BR: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
+def _innovations(S, between, r_cov, mu, C: tl.constexpr):
+    """`mu S + diag(r2)`, S given by its lower triangle before decay."""
+    i = tl.arange(0, C)
+    S *= between
+    S += tl.trans(tl.where(i[:, None] > i[None, :], S, 0.0))
+    return mu * S + tl.where(i[:, None] == i[None, :], r_cov[:, None], 0.0)
+
+
+@triton.jit
+def _factorise(
+    g, obs_cov, evidence, start, stop, first, X, delta, partial, counters, group,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, NB: tl.constexpr,
+    PRECISION: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """The factorisations of the forward chain, in a program of their own: there the covariance takes no registers."""
+    doc, hg = group // (H * G), group % (H * G)
+    h = hg // G
+    mu = tl.load(evidence + h)
+    i = tl.arange(0, C)
+    at = partial + (group * NB).to(tl.int64) * C * C
+    n_met = 0
+    for chunk in range(tl.load(first + doc), tl.load(first + doc + 1)):
+        t, there = _tokens(tl.load(start + chunk), tl.load(stop + chunk), C)
+        gt = tl.load(g + t * H + h, mask=there, other=0.0)
+        r_cov = tl.load(obs_cov + t * (H * G) + hg, mask=there, other=1.0)
+        _, between, _, _ = chunk_decay(gt, C)
+        n_met += 1
+        wait(counters + 3 * group, NB * n_met)
+        S = tl.load(_square(at, 0, 0, C, C, C), cache_modifier=".cg")
+        for other in tl.static_range(1, NB):
+            S += tl.load(_square(at + other * C * C, 0, 0, C, C, C), cache_modifier=".cg")
+        Xc, d = ldl(_innovations(S, between, r_cov, mu, C), C, PRECISION)
+        factor = chunk * (H * G) + hg.to(tl.int64) if SAVE else group.to(tl.int64)
+        tl.store(_square(X + factor * C * C, 0, 0, C, C, C), Xc)
+        tl.store(delta + factor * C + i, d)
+        arrive(counters + 3 * group + 1)
+
+
+@triton.jit
 def _forward_chain(
     k, g, obs, obs_cov, process, evidence, cov, start, stop, first,
     kappa, final, entry, R, U, X, delta, partial, counters, ticket,
@@ -60,13 +99,18 @@ def _forward_chain(
         group, part = tl.program_id(0), 0
     else:  # in the order of the tickets, so that a program never waits for one that has not begun
         number = tl.atomic_add(ticket, 1)
-        group, part = number // NB, number % NB
+        group, part = number // (NB + 1), number % (NB + 1)
+    if part == NB:
+        _factorise(
+            g, obs_cov, evidence, start, stop, first, X, delta, partial, counters, group,
+            H=H, G=G, C=C, NB=NB, PRECISION=PRECISION, SAVE=SAVE,
+        )  # fmt: skip
+        return
     doc, hg = group // (H * G), group % (H * G)
     h = hg // G
     mu = tl.load(evidence + h)
     own = part * BD
     i = tl.arange(0, C)
-    eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     panel_rows, panel_cols = tl.arange(0, BD)[:, None], own + tl.arange(0, BD)[None, :]
     k += h // (H // HK) * D
     kappa += hg * D
@@ -88,15 +132,6 @@ def _forward_chain(
         n = accumulate(between, w)
         n_end = tl.sum(tl.where(i == C - 1, n, 0.0), 0)
         block = chunk * (H * G) + hg.to(tl.int64)
-        if SAVE:
-            at = entry + block * D * D
-            tl.store(_square(at, 0, own, D, BD, BD), P0)
-            if NB > 1:
-                tl.store(_square(at, BD, own, D, BD, BD), P1)
-            if NB > 2:
-                tl.store(_square(at, 2 * BD, own, D, BD, BD), P2)
-                tl.store(_square(at, 3 * BD, own, D, BD, BD), P3)
-
         W = tl.dot(_tile(k, t, there, HK * D, 0, BD), P0, input_precision=PRECISION)
         if NB > 1:
             W += tl.dot(_tile(k, t, there, HK * D, BD, BD), P1, input_precision=PRECISION)
@@ -107,33 +142,39 @@ def _forward_chain(
         R_own = (b * b)[:, None] * W + n[:, None] * K_own
         S = tl.dot(K_own, tl.trans(R_own), input_precision=PRECISION)
         if NB > 1:
-            at = partial + group.to(tl.int64) * NB * C * C
-            tl.store(_square(at + part * C * C, 0, 0, C, C, C), S)
-            n_met += 1
-            meet(counters + group, NB * n_met)
-            S = tl.load(_square(at, 0, 0, C, C, C), cache_modifier=".cg")
-            for other in tl.static_range(1, NB):
-                S += tl.load(_square(at + other * C * C, 0, 0, C, C, C), cache_modifier=".cg")
-        S *= between
-        S += tl.trans(tl.where(i[:, None] > i[None, :], S, 0.0))
-        Xc, d = ldl(mu * S + r_cov[:, None] * eye, C, PRECISION)
-        U_own = tl.dot(Xc * between, R_own, input_precision=PRECISION)
-        _put(U + hg * D, t, there, H * G * D, own, U_own, BD)
-        if SAVE:
+            tl.store(_square(partial + (group * NB + part).to(tl.int64) * C * C, 0, 0, C, C, C), S)
+            arrive(counters + 3 * group)
+        if SAVE:  # while another program factorises
+            at = entry + block * D * D
+            tl.store(_square(at, 0, own, D, BD, BD), P0)
+            if NB > 1:
+                tl.store(_square(at, BD, own, D, BD, BD), P1)
+            if NB > 2:
+                tl.store(_square(at, 2 * BD, own, D, BD, BD), P2)
+                tl.store(_square(at, 3 * BD, own, D, BD, BD), P3)
             _put(R + hg * D, t, there, H * G * D, own, R_own, BD)
-            if part == 0:
+        n_met += 1
+        if NB > 1:
+            wait(counters + 3 * group + 1, n_met)
+            factor = block if SAVE else group.to(tl.int64)
+            Xc = tl.load(_square(X + factor * C * C, 0, 0, C, C, C), cache_modifier=".cg")
+            d = tl.load(delta + factor * C + i, cache_modifier=".cg")
+        else:
+            Xc, d = ldl(_innovations(S, between, r_cov, mu, C), C, PRECISION)
+            if SAVE:
                 tl.store(_square(X + block * C * C, 0, 0, C, C, C), Xc)
                 tl.store(delta + block * C + i, d)
-
+        U_own = tl.dot(Xc * between, R_own, input_precision=PRECISION)
+        _put(U + hg * D, t, there, H * G * D, own, U_own, BD)
         keep = b_end * b_end
         E_own = (left * mu / d)[:, None] * U_own
         if NB == 1:
             s = tl.sum(U_own * K_own, 1)
             P0 = keep * P0 - tl.dot(tl.trans(left[:, None] * U_own), E_own, input_precision=PRECISION)
         else:
-            n_met += 1
-            meet(counters + group, NB * n_met)
-            u = tl.load(U + hg * D + t[:, None] * (H * G * D) + panel_cols * 0 + tl.arange(0, BD)[None, :],
+            arrive(counters + 3 * group + 2)
+            wait(counters + 3 * group + 2, NB * n_met)
+            u = tl.load(U + hg * D + t[:, None] * (H * G * D) + tl.arange(0, BD)[None, :],
                         mask=there[:, None], other=0.0, cache_modifier=".cg")  # fmt: skip
             s = tl.sum(u * _tile(k, t, there, HK * D, 0, BD), 1)
             P0 = keep * P0 - tl.dot(tl.trans(left[:, None] * u), E_own, input_precision=PRECISION)
@@ -298,8 +339,9 @@ def _backward_chain(
         if NB > 1:
             at = partial + group.to(tl.int64) * NB * C * C
             tl.store(_square(at + part * C * C, 0, 0, C, C, C), M)
-            n_met += 1
-            meet(counters + group, NB * n_met)
+            arrive(counters + 2 * group)
+            n_met += NB
+            wait(counters + 2 * group, n_met)
             M = tl.load(_square(at, 0, 0, C, C, C), cache_modifier=".cg")
             for other in tl.static_range(1, NB):
                 M += tl.load(_square(at + other * C * C, 0, 0, C, C, C), cache_modifier=".cg")
@@ -312,8 +354,8 @@ def _backward_chain(
             G0 = keep * G0 + step + tl.trans(step)
         else:
             _put(F, f_rows, f_there, D, own, F_own, BD)
-            n_met += 1
-            meet(counters + group, NB * n_met)
+            arrive(counters + 2 * group + 1)
+            wait(counters + 2 * group + 1, n_met)
             f = tl.load(_square(F, 0, 0, D, C, BD), cache_modifier=".cg")
             Kb = b[:, None] * _tile(k, t, there, HK * D, 0, BD)
             G0 = keep * G0 + tl.dot(tl.trans(Kb), F_own, input_precision=PRECISION)
@@ -500,13 +542,14 @@ def _forward(
     kappa, final, U = new(N, H, G, D, dtype=dtype), torch.empty_like(cov), new(N, H, G, D, **f32)
     entry = new((chunks.count, H, G, D, D) if save else (0,), **f32)
     R = new((N, H, G, D) if save else (0,), **f32)
-    X = new((chunks.count, H, G, C, C) if save else (0,), **f32)
-    delta = new((chunks.count, H, G, C) if save else (0,), **f32)
+    X = new((chunks.count, H, G, C, C) if save else (groups, C, C), **f32)
+    delta = new((chunks.count, H, G, C) if save else (groups, C), **f32)
     partial = new(groups, parts, C, C, **f32)
-    counters = torch.zeros(groups + 1, dtype=torch.int32, device=k.device)
-    _forward_chain[(groups * parts,)](
+    counters = torch.zeros(3 * groups + 1, dtype=torch.int32, device=k.device)
+    # beside those that hold the covariance, one program factorises
+    _forward_chain[(groups * (parts + 1 if parts > 1 else 1),)](
         k, g, obs, obs_cov, process, evidence, cov, chunks.start, chunks.stop, chunks.first,
-        kappa, final, entry, R, U, X, delta, partial, counters, counters[groups:],
+        kappa, final, entry, R, U, X, delta, partial, counters, counters[3 * groups :],
         H=H, HK=HK, G=G, D=D, C=C, PRECISION=precision, SAVE=save, **launch,
     )  # fmt: skip
     return kappa, final, (entry, R, U, X, delta)
@@ -535,10 +578,10 @@ def _backward(
     trace, kept = (k.new_empty(chunks.count, H, G, parts, dtype=torch.float32) for _ in range(2))
     F = k.new_empty(groups, C, D, dtype=torch.float32)
     partial = k.new_empty(groups, parts, C, C, dtype=torch.float32)
-    counters = torch.zeros(groups + 1, dtype=torch.int32, device=k.device)
+    counters = torch.zeros(2 * groups + 1, dtype=torch.int32, device=k.device)
     _backward_chain[(groups * parts,)](
         k, g, evidence, Z, dR, entry, dfinal, chunks.start, chunks.stop, chunks.first,
-        HG, dcov, trace, kept, F, partial, counters, counters[groups:], **shape, **launch,
+        HG, dcov, trace, kept, F, partial, counters, counters[2 * groups :], **shape, **launch,
     )  # fmt: skip
     dmu = k.new_empty(chunks.count, H, G, dtype=torch.float32)
     _backward_finish[grid](

@@ -25,69 +25,117 @@ def accumulate(between, w):
 
 @triton.jit
 def ldl16(A):
-    """`A [16,16]` symmetric positive definite = `L diag(d) Lᵀ`: `L⁻¹` and d, by elimination beside the identity."""
+    """`A [16,16]` symmetric positive definite = `L diag(d) Lᵀ`: `L⁻¹` and d, by elimination beside the identity.
+
+    Columns are taken apart: as vectors of 16 they live in every warp, so that no step waits for another warp.
+    """
     i = tl.arange(0, 16)
-    rows, cols = i[:, None], i[None, :]
-    X = tl.where(rows == cols, 1.0, 0.0)
+    halves = [A]
+    for level in tl.static_range(4):
+        finer = []
+        for x in tl.static_range(1 << level):
+            even, odd = tl.split(tl.reshape(halves[x], [16, 8 >> level, 2]))
+            finer = finer + [even, odd]  # noqa: RUF005  (a kernel has no starred lists)
+        halves = finer
+    a, x = [], []
+    for column in tl.static_range(16):
+        # halving by even and odd columns, four times over, leaves them in the order of their reversed bits
+        a = a + [  # noqa: RUF005
+            tl.reshape(halves[(column & 1) * 8 + (column & 2) * 2 + (column & 4) // 2 + column // 8], [16])
+        ]
+        x = x + [tl.where(i == column, 1.0, 0.0)]  # noqa: RUF005
     d = tl.zeros([16], tl.float32)
-    for j in range(16):
-        row = tl.sum(tl.where(rows == j, A, 0.0), 0)
-        col = tl.sum(tl.where(cols == j, A, 0.0), 1)
-        pivot = tl.sum(tl.where(i == j, row, 0.0), 0)
-        factor = tl.where(i > j, col / pivot, 0.0)
-        X -= factor[:, None] * tl.sum(tl.where(rows == j, X, 0.0), 0)[None, :]
-        A -= factor[:, None] * row[None, :]
-        d = tl.where(i == j, pivot, d)
-    return X, d
+    for j in tl.static_range(16):
+        here = tl.full([16], j, tl.int32)
+        factor = tl.where(i > j, a[j] / tl.gather(a[j], here, 0), 0.0)
+        d = tl.where(i == j, a[j], d)
+        new_a, new_x = [], []
+        for column in tl.static_range(16):
+            if column > j:
+                new_a = new_a + [a[column] - factor * tl.gather(a[column], here, 0)]  # noqa: RUF005
+                new_x = new_x + [x[column]]  # noqa: RUF005
+            else:
+                new_a = new_a + [a[column]]  # noqa: RUF005
+                new_x = new_x + [x[column] - factor * tl.gather(x[column], here, 0)]  # noqa: RUF005
+        a, x = new_a, new_x
+    halves = []
+    for place in tl.static_range(16):
+        halves = halves + [  # noqa: RUF005
+            tl.reshape(x[(place & 1) * 8 + (place & 2) * 2 + (place & 4) // 2 + place // 8], [16, 1])
+        ]
+    for level in tl.static_range(4):
+        coarser = []
+        for pair in tl.static_range(8 >> level):
+            joined = tl.join(halves[2 * pair], halves[2 * pair + 1])
+            coarser = coarser + [tl.reshape(joined, [16, 2 << level])]  # noqa: RUF005
+        halves = coarser
+    return halves[0], d
 
 
 @triton.jit
-def row_block(A, j: tl.constexpr, C: tl.constexpr):
-    """Rows 16 j to 16 j + 15 of `A [C,C]`."""
-    block = tl.arange(0, C // 16)[:, None, None]
-    return tl.sum(tl.where(block == j, tl.reshape(A, [C // 16, 16, C]), 0.0), 0)
+def _quarters(A, HALF: tl.constexpr):
+    """The upper left, upper right and lower right quarter of a square matrix."""
+    blocks = tl.permute(tl.reshape(A, [2, HALF, 2, HALF]), (1, 3, 2, 0))
+    upper, lower = tl.split(blocks)
+    upper_left, upper_right = tl.split(upper)
+    _, lower_right = tl.split(lower)
+    return upper_left, upper_right, lower_right
+
+
+@triton.jit
+def _schur(X, d, upper_right, lower_right, PRECISION: tl.constexpr):
+    """Of the next row of blocks, L, and what is left of the lower right block, which is to be factorised next."""
+    U = tl.dot(X, upper_right, input_precision=PRECISION)
+    L = tl.trans(U / d[:, None])
+    return L, lower_right - tl.dot(L, U, input_precision=PRECISION)
+
+
+@triton.jit
+def _assemble(X1, d1, X2, d2, L, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of `[[L1, 0], [L, L2]]` from those of its diagonal blocks, and all pivots."""
+    left = -tl.dot(X2, tl.dot(L, X1, input_precision=PRECISION), input_precision=PRECISION)
+    blocks = tl.join(tl.join(X1, tl.zeros([HALF, HALF], tl.float32)), tl.join(left, X2))  # [row, col, c, r]
+    X = tl.reshape(tl.permute(blocks, (3, 0, 2, 1)), [2 * HALF, 2 * HALF])
+    return X, tl.reshape(tl.permute(tl.join(d1, d2), (1, 0)), [2 * HALF])
+
+
+@triton.jit
+def _ldl32(A, PRECISION: tl.constexpr):
+    first, beside, second = _quarters(A, 16)
+    X1, d1 = ldl16(first)
+    L, second = _schur(X1, d1, beside, second, PRECISION)
+    X2, d2 = ldl16(second)
+    return _assemble(X1, d1, X2, d2, L, 16, PRECISION)
 
 
 @triton.jit
 def ldl(A, C: tl.constexpr, PRECISION: tl.constexpr):
     """`A [C,C]` symmetric positive definite = `L diag(d) Lᵀ`, L unit lower triangular: `L⁻¹` and d.
 
-    Blocks of 16 are eliminated one after the other; between them everything is a matrix product.
+    By halves, down to blocks of 16; between them everything is a matrix product. C is 16, 32 or 64.
     """
     if C == 16:
-        X, d = ldl16(A)
+        return ldl16(A)
+    elif C == 32:
+        return _ldl32(A, PRECISION)
     else:
-        i = tl.arange(0, C)
-        rows, cols = i[:, None], i[None, :]
-        X = tl.where(rows == cols, 1.0, 0.0)
-        d = tl.zeros([C], tl.float32)
-        for j in tl.static_range(C // 16):
-            A_row = row_block(A, j, C)
-            block = tl.arange(0, C // 16)[None, :, None]
-            A_jj = tl.sum(tl.where(block == j, tl.reshape(A_row, [16, C // 16, 16]), 0.0), 1)
-            X_jj, d_j = ldl16(A_jj)
-            X_row = tl.dot(X_jj, row_block(X, j, C), input_precision=PRECISION)
-            if j + 1 < C // 16:
-                U_row = tl.dot(X_jj, A_row, input_precision=PRECISION)
-                L_T = tl.trans(tl.where(cols >= 16 * (j + 1), U_row / d_j[:, None], 0.0))
-                A -= tl.dot(L_T, U_row, input_precision=PRECISION)
-                X -= tl.dot(L_T, X_row, input_precision=PRECISION)
-            tiled = tl.reshape(tl.broadcast_to(X_row[None, :, :], [C // 16, 16, C]), [C, C])
-            X = tl.where(rows // 16 == j, tiled, X)
-            d_tiled = tl.reshape(tl.broadcast_to(d_j[None, :], [C // 16, 16]), [C])
-            d = tl.where(i // 16 == j, d_tiled, d)
-        X = tl.where(rows >= cols, X, 0.0)
-    return X, d
+        first, beside, second = _quarters(A, 32)
+        X1, d1 = _ldl32(first, PRECISION)
+        L, second = _schur(X1, d1, beside, second, PRECISION)
+        X2, d2 = _ldl32(second, PRECISION)
+        return _assemble(X1, d1, X2, d2, L, 32, PRECISION)
 
 
 @triton.jit
-def meet(counter, target):
-    """Wait until all programs of a group have come here; what each wrote before, the others may read after.
-
-    `target` is the number of arrivals that `counter`, zero at the launch, has then seen.
-    """
+def arrive(counter):
+    """Say that everything this program wrote so far may be read by whoever waits for `counter`, zero at launch."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
-    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < target:
+
+
+@triton.jit
+def wait(counter, arrivals):
+    """Until so many programs have arrived. They must have begun: programs take their work in order of tickets."""
+    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < arrivals:
         pass
     tl.debug_barrier()
