@@ -45,19 +45,21 @@ def ldl16(A):
         ]
         x = x + [tl.where(i == column, 1.0, 0.0)]  # noqa: RUF005
     d = tl.zeros([16], tl.float32)
-    for j in tl.static_range(16):
+    for j in range(16):
         here = tl.full([16], j, tl.int32)
-        factor = tl.where(i > j, a[j] / tl.gather(a[j], here, 0), 0.0)
-        d = tl.where(i == j, a[j], d)
+        row = tl.zeros([16], tl.float32)  # of what is left, which is symmetric: also column j
         new_a, new_x = [], []
         for column in tl.static_range(16):
-            if column > j:
-                new_a = new_a + [a[column] - factor * tl.gather(a[column], here, 0)]  # noqa: RUF005
-                new_x = new_x + [x[column]]  # noqa: RUF005
-            else:
-                new_a = new_a + [a[column]]  # noqa: RUF005
-                new_x = new_x + [x[column] - factor * tl.gather(x[column], here, 0)]  # noqa: RUF005
-        a, x = new_a, new_x
+            new_a = new_a + [tl.gather(a[column], here, 0)]  # noqa: RUF005
+            new_x = new_x + [tl.gather(x[column], here, 0)]  # noqa: RUF005
+            row = tl.where(i == column, new_a[column], row)
+        factor = tl.where(i > j, row / tl.gather(row, here, 0), 0.0)
+        d = tl.where(i == j, row, d)
+        next_a, next_x = [], []
+        for column in tl.static_range(16):
+            next_a = next_a + [a[column] - factor * new_a[column]]  # noqa: RUF005
+            next_x = next_x + [x[column] - factor * new_x[column]]  # noqa: RUF005
+        a, x = next_a, next_x
     halves = []
     for place in tl.static_range(16):
         halves = halves + [  # noqa: RUF005
