@@ -90,16 +90,13 @@ def _pairs(
     if INNOVATION:
         across -= dT * rows(overlap + token * C, HG * C, n, 0, C, C, C).to(tl.float32)
         put_rows(doverlap + token * C, tl.where(s < t, -between * dT, 0.0), HG * C, n, 0, C, C, C)
-    # g_r: first over all t >= r, by a product with ones, then over all s < r
-    ones = tl.where(s >= t, 1.0, 0.0)
-    across = dot(across, ones, tl.zeros([C, C], tl.float32), "tf32x3")
-    put_scalars(dg + token, tl.sum(tl.where(s < t, across, 0.0), axis=0), HG, n, C)
+    # g_r gets the sum over s < r <= t: row r - 1 of the running sums over s, from column r on
+    across = tl.sum(tl.where(s < t, tl.cumsum(across, axis=0), 0.0), axis=1)
+    put_scalars(dg + token + HG, across, HG, n - 1, C)
+    tl.store(dg + token, 0.0)
 
 
-@triton.autotune(
-    configurations(BV=(32, 64)),
-    **AUTOTUNE,
-)
+@triton.autotune(configurations(BV=(32, 64)), **AUTOTUNE)
 @triton.jit
 def _vectors(
     q, k, kappa, g, entry, do, dv, innovations, states, dstates, dreads, doverlap, start, stop,

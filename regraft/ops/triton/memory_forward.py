@@ -106,7 +106,8 @@ def _prepare(
             put_rows(overlap + token * C, crossed, HG * C, n, 0, C, C, C)
             put_rows(inverse + token * C, inverted, HG * C, n, 0, C, C, C)
         zero = tl.zeros([C, C], tl.float32)
-        met = dot(inverted, met, zero, "tf32x3")
+        # rounded to the operands' dtype in a moment
+        met = dot(inverted, met, zero, PRECISION if operand == tl.float32 else "tf32")
         leaving = (inverted * exit_[None, :]).to(operand)
         for d in range(0, D, BD):
             write = rows(kappa, HG * D, n, d, D, C, BD)
@@ -219,7 +220,7 @@ def forward(
     overlap, inverse = (torch.empty_like(readout if solved else readout[:0]) for _ in range(2))
     _prepare[(chunks.count, H * G)](
         q, k, kappa, g, chunks.start, chunks.stop, entry, z, readout, inverse, reads, overlap, run.scale,
-        **shape, BD=min(D, 64), INNOVATION=run.innovation, TRAIN=train, num_warps=4, num_stages=2,
+        **shape, BD=min(D, 64), INNOVATION=run.innovation, TRAIN=train, num_warps=8, num_stages=2,
     )  # fmt: skip
     unpredicted = torch.empty_like(v) if run.innovation else v
     states, final = v.new_empty(chunks.count, H, G, D, V), torch.empty_like(mean)

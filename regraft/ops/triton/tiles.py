@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from regraft.ops.triton.linalg import row_block
+
 # Triton's interpreter keeps bfloat16 as integers and would multiply those.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -71,32 +73,28 @@ def decay_between(g, C: tl.constexpr):
 
 @triton.jit
 def upper_inverse(N, C: tl.constexpr):
-    """`(I + N)⁻¹` of a strictly upper triangular `N [C,C]` in float32.
+    """`(I + N)⁻¹` of a strictly upper triangular `N [C,C]`, in float32.
 
-    Diagonal blocks of 16 by substitution, all at once; then two blocks at a time are joined.
+    The diagonal blocks of 16 by substitution, all at once; then a row of blocks at a time from below. Whole
+    matrices at once would be fewer products, but in three parts of TF32 they do not fit the registers.
     """
     B: tl.constexpr = C // 16
-    block = tl.arange(0, C)[:, None, None] // 16 == tl.arange(0, B)[None, :, None]
-    diagonal = tl.sum(tl.where(block, tl.reshape(N, [C, B, 16]), 0.0), axis=1)
-    diagonal = tl.reshape(diagonal, [B, 16, 16])
+    own = tl.arange(0, C)[:, None, None] // 16 == tl.arange(0, B)[None, :, None]
+    blocks = tl.reshape(tl.sum(tl.where(own, tl.reshape(N, [C, B, 16]), 0.0), axis=1), [B, 16, 16])
     i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    X = tl.where(i == j, 1.0, 0.0) + tl.zeros([B, 16, 16], tl.float32)
+    inverses = tl.where(i == j, 1.0, 0.0) + tl.zeros([B, 16, 16], tl.float32)
     for step in range(1, 16):
         row = 15 - step
-        factors = tl.sum(tl.where(i == row, diagonal, 0.0), axis=1)
-        X -= tl.where(i == row, tl.sum(factors[:, :, None] * X, axis=1)[:, None, :], 0.0)
-    X = tl.reshape(tl.where(block, tl.reshape(X, [C, 1, 16]), 0.0), [C, C])
+        factors = tl.sum(tl.where(i == row, blocks, 0.0), axis=1)
+        inverses -= tl.where(i == row, tl.sum(factors[:, :, None] * inverses, axis=1)[:, None, :], 0.0)
+    X = tl.reshape(tl.where(own, tl.reshape(inverses, [C, 1, 16]), 0.0), [C, C])
     r, c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    if C >= 32:
-        between = tl.where((r // 16 != c // 16) & (r // 32 == c // 32), N, 0.0)
-        X -= _sandwich(X, between, C)
-    if C >= 64:
-        between = tl.where(r // 32 != c // 32, N, 0.0)
-        X -= _sandwich(X, between, C)
+    for step in tl.static_range(1, B):
+        row = B - 1 - step
+        right = tl.where(c >= 16 * (row + 1), row_block(N, row, C), 0.0)
+        right = dot(right, X, tl.zeros([16, C], tl.float32), "tf32x3")
+        inverse = tl.sum(tl.where(tl.arange(0, B)[:, None, None] == row, inverses, 0.0), axis=0)
+        right = dot(inverse, right, tl.zeros([16, C], tl.float32), "tf32x3")
+        tiled = tl.reshape(tl.broadcast_to(right[None, :, :], [B, 16, C]), [C, C])
+        X -= tl.where(r // 16 == row, tiled, 0.0)
     return X
-
-
-@triton.jit
-def _sandwich(X, N, C: tl.constexpr):
-    zero = tl.zeros([C, C], tl.float32)
-    return dot(dot(X, N, zero, "tf32x3"), X, zero, "tf32x3")
