@@ -120,11 +120,11 @@ def _vectors(
     Dq = tl.zeros([C, BD], tl.float32)
     Dk = tl.zeros([C, BD], tl.float32)
     Dkappa = tl.zeros([C, BD], tl.float32)
-    MM = tl.zeros([BV, BD], tl.float32)
+    MM = tl.zeros([BD], tl.float32)
     for c in range(0, V, BV):
         M = columns(states, V, BD, c, V, BD, BV)
         dM = columns(dstates, V, BD, c, V, BD, BV)
-        MM += M.to(tl.float32) * dM.to(tl.float32)
+        MM += tl.sum(M.to(tl.float32) * dM.to(tl.float32), axis=0)
         Dq = dot(rows(do + token * V, HG * V, n, c, V, C, BV), M, Dq, PRECISION)
         if INNOVATION:
             Dk = dot(rows(dv + token * V, HG * V, n, c, V, C, BV), M, Dk, PRECISION)
@@ -153,7 +153,7 @@ def _vectors(
     put_scalars(read + token * ND + part, by_read, HG * ND, n, C)
     put_scalars(written + token * ND + part, by_write, HG * ND, n, C)
     b_end = tl.load(entry + begin * H + h + (n - 1) * H)
-    tl.store(kept + block * ND + part, b_end * tl.sum(tl.sum(MM, axis=1), axis=0))
+    tl.store(kept + block * ND + part, b_end * tl.sum(MM, axis=0))
 
 
 @triton.jit
