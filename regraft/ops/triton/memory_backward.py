@@ -26,7 +26,7 @@ from regraft.ops.triton.memory_forward import AUTOTUNE, Pass, Saved, configurati
 from regraft.ops.triton.tiles import columns, decay_between, dot, put_rows, put_scalars, rows, scalars
 
 
-@triton.autotune(configurations(BV=(32, 64, 128)), **AUTOTUNE)
+@triton.autotune(configurations((32, 64), stages=(1, 2)), **AUTOTUNE)
 @triton.jit
 def _carry_back(
     q, k, z, readout, entry, do, dfinal, start, stop, first, dv, dstates, dmean, scale,
@@ -96,7 +96,7 @@ def _pairs(
     tl.store(dg + token, 0.0)
 
 
-@triton.autotune(configurations(BV=(32, 64)), **AUTOTUNE)
+@triton.autotune(configurations((64,), stages=(2, 3)), **AUTOTUNE)
 @triton.jit
 def _vectors(
     q, k, kappa, g, entry, do, dv, innovations, states, dstates, dreads, doverlap, start, stop,

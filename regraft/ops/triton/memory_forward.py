@@ -13,6 +13,7 @@ with itself are kept transposed, `[s,t]` for a write s that a token t meets, `[N
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -32,31 +33,22 @@ from regraft.ops.triton.tiles import (
 )
 
 
-def configurations(**blocks: tuple[int, ...]) -> list[triton.Config]:
-    """What the autotuner tries; one choice under the interpreter, where all give the same."""
-    choices: list[dict[str, int]] = [{}]
-    for name, sizes in blocks.items():
-        choices = [{**choice, name: size} for choice in choices for size in sizes]
+def configurations(blocks: tuple[int, ...], stages: tuple[int, ...]) -> list[triton.Config]:
+    """What the autotuner tries, few because each is compiled; one choice under the interpreter."""
     if triton.knobs.runtime.interpret:
-        return [triton.Config(choices[0], num_warps=4, num_stages=1)]
+        return [triton.Config({"BV": blocks[0]}, num_warps=4, num_stages=1)]
     return [
-        triton.Config(choice, num_warps=warps, num_stages=stages)
-        for choice in choices
-        for warps in (4, 8)
-        for stages in (1, 2, 3)
+        triton.Config({"BV": BV}, num_warps=w, num_stages=s) for BV in blocks for w in (4, 8) for s in stages
     ]
 
 
-def fitting(configs: list[triton.Config], args: dict, **kwargs: object) -> list[triton.Config]:
+def fitting(configs: list[triton.Config], arguments: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
     """Without blocks that are wider than there are columns."""
-    widest = max(16, triton.next_power_of_2({**args, **kwargs}["V"]))
-    kept = [c for c in configs if c.kwargs["BV"] <= widest]
-    return kept or [
-        triton.Config({**configs[0].kwargs, "BV": widest}, num_warps=4, num_stages=s) for s in (1, 2)
-    ]
+    widest = max(configs[0].kwargs["BV"], triton.next_power_of_2({**arguments, **kwargs}["V"]))
+    return [config for config in configs if config.kwargs["BV"] <= widest]
 
 
-AUTOTUNE = {
+AUTOTUNE: dict[str, Any] = {
     "key": ["D", "V", "C", "ELEMENT"],
     "prune_configs_by": {"early_config_prune": fitting},
     "cache_results": True,
@@ -120,7 +112,7 @@ def _prepare(
     put_rows(readout + token * C, met, HG * C, n, 0, C, C, C)
 
 
-@triton.autotune(configurations(BV=(32, 64, 128)), **AUTOTUNE)
+@triton.autotune(configurations((32, 64), stages=(1, 2)), **AUTOTUNE)
 @triton.jit
 def _carry(
     k, v, z, entry, mean, start, stop, first, unpredicted, states, final,
