@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regraft.ops.triton.linalg import row_block
-
 # Triton's interpreter keeps bfloat16 as integers and would multiply those.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -72,6 +70,13 @@ def decay_between(g, C: tl.constexpr):
 
 
 @triton.jit
+def _row_block(A, number: tl.constexpr, C: tl.constexpr):
+    """Rows `16 number` to `16 number + 15` of `A [C,C]`."""
+    block = tl.arange(0, C // 16)[:, None, None]
+    return tl.sum(tl.where(block == number, tl.reshape(A, [C // 16, 16, C]), 0.0), axis=0)
+
+
+@triton.jit
 def upper_inverse(N, C: tl.constexpr):
     """`(I + N)⁻¹` of a strictly upper triangular `N [C,C]`, in float32.
 
@@ -91,7 +96,7 @@ def upper_inverse(N, C: tl.constexpr):
     r, c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     for step in tl.static_range(1, B):
         row = B - 1 - step
-        right = tl.where(c >= 16 * (row + 1), row_block(N, row, C), 0.0)
+        right = tl.where(c >= 16 * (row + 1), _row_block(N, row, C), 0.0)
         right = dot(right, X, tl.zeros([16, C], tl.float32), "tf32x3")
         inverse = tl.sum(tl.where(tl.arange(0, B)[:, None, None] == row, inverses, 0.0), axis=0)
         right = dot(inverse, right, tl.zeros([16, C], tl.float32), "tf32x3")
