@@ -62,8 +62,11 @@ def prepare(
     initial_state: State | None,
     cu_seqlens: Tensor | None,
     obs_var_floor: float,
+    spread: bool = True,
 ) -> FilterInputs:
     """Check shapes and bring everything into the layout of `FilterInputs`, in float32 or float64.
+
+    With `spread` off, q, k and v keep their dtype, q and k their `Hk` heads, and q is not scaled.
 
     Raises:
         ValueError: a shape does not fit; the message starts with the argument's name.
@@ -97,12 +100,15 @@ def prepare(
     N = B if boundaries is None else len(boundaries) - 1
     mean, cov = _start(initial_state, covariance, prior, (N, H, G, D, V))
     obs = obs_var.to(dtype).reshape(B, T, H, G, 1)
-    repeats = H // key_heads
+    if spread:
+        repeats, scale = H // key_heads, D**-0.5 if scale is None else scale
+        q = q.to(dtype).repeat_interleave(repeats, 2) * scale
+        k, v = k.to(dtype).repeat_interleave(repeats, 2), v.to(dtype)
     return FilterInputs(
         covariance=covariance,
-        q=q.to(dtype).repeat_interleave(repeats, 2).unsqueeze(3) * (D**-0.5 if scale is None else scale),
-        k=k.to(dtype).repeat_interleave(repeats, 2).unsqueeze(3),
-        v=v.to(dtype).reshape(B, T, H, G, V // G),
+        q=q.unsqueeze(3),
+        k=k.unsqueeze(3),
+        v=v.reshape(B, T, H, G, V // G),
         g=g.to(dtype).reshape(B, T, H, 1, -1),
         obs_var=obs,
         obs_var_cov=obs.clamp(min=obs_var_floor) if obs_var_floor > 0 else obs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -12,8 +13,10 @@ from regraft.ops.inputs import Covariance, State, check_values, join_groups, pre
 from regraft.ops.precision import full_float32
 from regraft.ops.reference import reference_filter
 
-Backend = Literal["auto", "reference", "chunk"]
-BACKENDS: tuple[str, ...] = ("auto", "reference", "chunk")
+Backend = Literal["auto", "reference", "chunk", "triton"]
+BACKENDS: tuple[str, ...] = ("auto", "reference", "chunk", "triton")
+Precision = Literal["tf32x3", "tf32", "ieee"]
+PRECISIONS: tuple[str, ...] = ("tf32x3", "tf32", "ieee")
 
 # Up to this many tokens the plain recurrence is faster than setting up a chunk (decoding is one token).
 _SEQUENTIAL_UP_TO = 4
@@ -38,6 +41,7 @@ def kalman_delta_rule(
     backend: Backend = "auto",
     chunk_size: int = 64,
     obs_var_floor: float = 0.0,
+    precision: Precision = "tf32x3",
     check: bool = True,
 ) -> tuple[Tensor, State | None]:
     """Kalman filter over an associative memory, read at every step (paper 000, Proposition 1 and Table 1).
@@ -77,15 +81,20 @@ def kalman_delta_rule(
             (diagonal), `[B,H,G,1]` (isotropic) or None. For packed documents, one state each instead of B.
         output_final_state: also return the state after the last token.
         cu_seqlens: boundaries `[N+1]` of the documents packed into the one row (B = 1), from 0 to T.
-        backend: `reference` walks the tokens, `chunk` is the exact chunk-parallel form, `auto` chooses.
-        chunk_size: tokens that the chunk form takes at once (at most 16 where decay is per channel).
+        backend: `reference` walks the tokens, `chunk` is the exact chunk-parallel form, `triton` the same as
+            kernels for a GPU; `auto` chooses.
+        chunk_size: tokens that the chunk form takes at once (at most 16 where decay is per channel; `triton`
+            has 16, 32 and 64).
         obs_var_floor: lower bound of the observation noise where the covariance is updated and factorised.
             The gain of the mean keeps the raw `obs_var`, so a floor leaves `evidence = 0` exact.
+        precision: of the products of float32 matrices in the kernels: `tf32x3` is three TF32 products, about as
+            exact as float32; `tf32` keeps 10 bits; `ieee` is float32 without tensor cores.
         check: look for values out of range; costs a wait for the device on an accelerator.
 
     Returns:
         `o [B,T,H,V]` in the dtype of `v`, and the final state, or None. It is computed and the state kept in
-        float32 (float64 if an input is), without TF32 and autocast.
+        float32 (float64 if an input is), without autocast and, but for `precision`, without TF32. The kernels
+        multiply queries, keys and values of 16 bits as they are.
 
     Raises:
         ValueError: an argument has a wrong shape, values out of its range, or names an unknown family or
@@ -95,6 +104,17 @@ def kalman_delta_rule(
         raise ValueError(f"backend: {backend!r} is not one of {BACKENDS}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size: must be at least 1, got {chunk_size}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: {precision!r} is not one of {PRECISIONS}")
+    few = q.shape[1] <= _SEQUENTIAL_UP_TO and cu_seqlens is None
+    kernels = backend == "triton" or (backend == "auto" and not few and _has_kernels(q))
+    if kernels:
+        from regraft.ops.triton.filter import triton_filter, unsupported
+
+        reason = unsupported(q, v, g, obs_var, process_var, covariance, rotation, chunk_size)
+        if reason is not None and backend == "triton":
+            raise ValueError(reason)
+        kernels = reason is None
     x = prepare(
         q,
         k,
@@ -110,6 +130,7 @@ def kalman_delta_rule(
         initial_state,
         cu_seqlens,
         obs_var_floor,
+        spread=not kernels,
     )
     if check:
         check_values(x)
@@ -117,9 +138,16 @@ def kalman_delta_rule(
     anisotropic = rotation is not None and (g.dim() == 4 or process_var.dim() == 4)
     if anisotropic and backend == "chunk":
         raise ValueError("rotation: with per-channel decay or process noise only `reference` has it")
-    few = q.shape[1] <= _SEQUENTIAL_UP_TO and cu_seqlens is None
     sequential = backend == "reference" or (backend == "auto" and (few or anisotropic))
     with torch.autocast(q.device.type, enabled=False), full_float32():
-        o, mean, cov = reference_filter(x) if sequential else chunk_filter(x, chunk_size)
+        if kernels:
+            o, mean, cov = triton_filter(x, scale, chunk_size, precision)
+        else:
+            o, mean, cov = reference_filter(x) if sequential else chunk_filter(x, chunk_size)
     o = o.flatten(3).to(v.dtype)
     return o, (join_groups(mean), cov) if output_final_state else None
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether Triton is there for the device of x."""
+    return x.is_cuda and torch.version.hip is None and find_spec("triton") is not None
