@@ -11,6 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources
+
+from regraft.ops.triton import memory_backward, memory_forward
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.memory import memory_pass
 
@@ -245,3 +248,27 @@ def test_repeated_runs_give_the_same_bits():
     )
     for name, x in first.items():
         torch.testing.assert_close(second[name], x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("D", [16] if DEVICE == "cpu" else [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kernel",
+    [memory_forward._carry, memory_backward._carry_back, memory_backward._vectors],
+    ids=["carry", "carry back", "vectors"],
+)
+def test_every_choice_of_the_autotuner_is_right(kernel, dtype, D, monkeypatch):
+    """A compiler that gets one of them wrong would go unnoticed until that one is the fastest."""
+    ran = 0
+    for config in list(kernel.configs):
+        monkeypatch.setattr(kernel, "configs", [config])
+        try:
+            compare(
+                [16] if DEVICE == "cpu" else [200, 65], C=16 if DEVICE == "cpu" else 64, D=D, V=D, dtype=dtype
+            )
+        except OutOfResources:
+            continue
+        except AssertionError as wrong:
+            raise AssertionError(f"{config}: {wrong}") from wrong
+        ran += 1
+    assert ran
