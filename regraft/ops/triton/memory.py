@@ -58,7 +58,7 @@ def memory_pass(
         ValueError: the kernels have no such shape or dtype; the message starts with the argument's name.
     """
     _check(q, k, kappa, v, g, mean, chunks, precision)
-    run = Pass(chunks, scale, innovation, precision)
+    run = Pass(chunks, float(scale), innovation, precision)  # Triton would specialise on an integer 1
     o, final = _MemoryPass.apply(q, k, kappa, v, g, mean, run, recompute)
     return o, final
 

@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from regraft.ops.triton.chunks import Chunks
 
+# Steps are short and one after the other: what they read is fetched so many steps early.
+AHEAD = tl.constexpr(4)
+
 
 @triton.jit
 def _step(
@@ -50,7 +53,7 @@ def _compose(
     A = tl.full([BD], 1.0, tl.float32)
     B = tl.zeros([BD], tl.float32)
     C = tl.zeros([BD], tl.float32)
-    for t in range(tl.load(start + chunk), tl.load(stop + chunk)):
+    for t in tl.range(tl.load(start + chunk), tl.load(stop + chunk), num_stages=AHEAD):
         _, a2, w, _, info = _step(
             k, g, obs_cov, process, mu, tl.cast(t, tl.int64), j, d, H, HK, G, D, ISOTROPIC
         )
@@ -71,7 +74,7 @@ def _carry(maps, cov, first, entry, final, HG: tl.constexpr, D: tl.constexpr, BD
     doc, j = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BD)
     p = tl.load(cov + (doc * HG + j) * D + d, mask=d < D, other=0.0)
-    for chunk in range(tl.load(first + doc), tl.load(first + doc + 1)):
+    for chunk in tl.range(tl.load(first + doc), tl.load(first + doc + 1), num_stages=AHEAD):
         block = tl.cast(chunk, tl.int64) * HG + j
         tl.store(entry + block * D + d, p, mask=d < D)
         at = maps + block * (3 * D) + d
@@ -91,7 +94,7 @@ def _apply(
     d = tl.arange(0, BD)
     mu = tl.load(evidence + j // G)
     p = tl.load(entry + (tl.cast(chunk, tl.int64) * HG + j) * D + d, mask=d < D, other=0.0)
-    for t in range(tl.load(start + chunk), tl.load(stop + chunk)):
+    for t in tl.range(tl.load(start + chunk), tl.load(stop + chunk), num_stages=AHEAD):
         token = tl.cast(t, tl.int64)
         key, a2, w, _, info = _step(k, g, obs_cov, process, mu, token, j, d, H, HK, G, D, ISOTROPIC)
         p = a2 * p + w
@@ -127,7 +130,7 @@ def _compose_back(
     p = tl.load(entry + block * D + d, mask=d < D, other=0.0)
     alpha = tl.full([BD], 1.0, tl.float32)
     beta = tl.zeros([BD], tl.float32)
-    for t in range(tl.load(start + chunk), tl.load(stop + chunk)):
+    for t in tl.range(tl.load(start + chunk), tl.load(stop + chunk), num_stages=AHEAD):
         token = tl.cast(t, tl.int64)
         tl.store(before + (token * HG + j) * W + d, p, mask=d < W)
         key, a2, w, _, info = _step(k, g, obs_cov, process, mu, token, j, d, H, HK, G, D, ISOTROPIC)
@@ -149,7 +152,7 @@ def _carry_back(maps, dfinal, first, dexit, dcov, HG: tl.constexpr, D: tl.conste
     d = tl.arange(0, BD)
     P = tl.load(dfinal + (doc * HG + j) * D + d, mask=d < D, other=0.0)
     begin, end = tl.load(first + doc), tl.load(first + doc + 1)
-    for back in range(0, end - begin):
+    for back in tl.range(0, end - begin, num_stages=AHEAD):
         block = tl.cast(end - 1 - back, tl.int64) * HG + j
         tl.store(dexit + block * D + d, P, mask=d < D)
         at = maps + block * (2 * D) + d
@@ -173,7 +176,7 @@ def _apply_back(
     P = tl.load(dexit + block * D + d, mask=d < D, other=0.0)
     dmu = 0.0
     begin, end = tl.load(start + chunk), tl.load(stop + chunk)
-    for back in range(0, end - begin):
+    for back in tl.range(0, end - begin, num_stages=AHEAD):
         token = tl.cast(end - 1 - back, tl.int64)
         key, a2, w, k2, info = _step(k, g, obs_cov, process, mu, token, j, d, H, HK, G, D, ISOTROPIC)
         p = tl.load(before + (token * HG + j) * W + (d if W > 1 else 0 * d), mask=d < D, other=0.0)
