@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regraft.ops.chunk import chunk_filter
-from regraft.ops.inputs import Covariance, State, check_values, join_groups, prepare
+from regraft.ops.inputs import Covariance, FilterInputs, State, check_values, join_groups, prepare
 from regraft.ops.precision import full_float32
 from regraft.ops.reference import reference_filter
 
@@ -142,10 +142,23 @@ def kalman_delta_rule(
     with torch.autocast(q.device.type, enabled=False), full_float32():
         if kernels:
             o, mean, cov = triton_filter(x, scale, chunk_size, precision)
+        elif not sequential:
+            o, mean, cov = chunk_filter(x, chunk_size)
+        elif backend == "auto" and _has_kernels(q) and _plain(x):
+            from regraft.ops.triton.step import decode_step
+
+            o, mean, cov = decode_step(x)
         else:
-            o, mean, cov = reference_filter(x) if sequential else chunk_filter(x, chunk_size)
+            o, mean, cov = reference_filter(x)
     o = o.flatten(3).to(v.dtype)
     return o, (join_groups(mean), cov) if output_final_state else None
+
+
+def _plain(x: FilterInputs) -> bool:
+    """Whether the kernels that decode have this: float32 without a rotation, and nothing asks for a gradient."""
+    tensors = (t for t in vars(x).values() if isinstance(t, Tensor))
+    training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return x.rotation is None and x.k.dtype == torch.float32 and x.k.shape[-1] <= 256 and not training
 
 
 def _has_kernels(x: Tensor) -> bool:
