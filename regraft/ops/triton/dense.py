@@ -22,24 +22,23 @@ WIDTHS = (16, 32, 64, 128, 256)
 
 
 @triton.jit
-def _tokens(start, stop, C: tl.constexpr):
-    """Token numbers `[C]` of a chunk and which of them there are."""
-    t = start.to(tl.int64) + tl.arange(0, C)
-    return t, t < stop
+def _tile(at, i, there, width, BD: tl.constexpr):
+    """`[C,BD]` in float32 from rows of `width` numbers; `at` is the first of them."""
+    # 32-bit offsets from one address: 64-bit addresses of a whole tile take as many registers as two tiles
+    return tl.load(at + (i[:, None] * width + tl.arange(0, BD)[None, :]), mask=there[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _tile(base, t, there, width, first, BD: tl.constexpr):
-    """`[C,BD]` in float32: columns `first …` of the rows t of a matrix of `width` columns."""
-    at = base + t[:, None] * width + first + tl.arange(0, BD)[None, :]
-    return tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
+def _fresh(at, i, there, width, BD: tl.constexpr):
+    """`_tile` of what another program has just written: past the cache of this multiprocessor."""
+    at += i[:, None] * width + tl.arange(0, BD)[None, :]
+    return tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def _put(base, t, there, width, first, x, BD: tl.constexpr):
+def _put(at, i, there, width, x, BD: tl.constexpr):
     """The counterpart of `_tile`."""
-    at = base + t[:, None] * width + first + tl.arange(0, BD)[None, :]
-    tl.store(at, x.to(base.dtype.element_ty), mask=there[:, None])
+    tl.store(at + (i[:, None] * width + tl.arange(0, BD)[None, :]), x.to(at.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
@@ -71,9 +70,10 @@ def _factorise(
     at = partial + (group * NB).to(tl.int64) * C * C
     n_met = 0
     for chunk in range(tl.load(first + doc), tl.load(first + doc + 1)):
-        t, there = _tokens(tl.load(start + chunk), tl.load(stop + chunk), C)
-        gt = tl.load(g + t * H + h, mask=there, other=0.0)
-        r_cov = tl.load(obs_cov + t * (H * G) + hg, mask=there, other=1.0)
+        begin = tl.load(start + chunk).to(tl.int64)
+        there = i < tl.load(stop + chunk) - begin
+        gt = tl.load(g + begin * H + h + i * H, mask=there, other=0.0)
+        r_cov = tl.load(obs_cov + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
         _, between, _, _ = chunk_decay(gt, C)
         n_met += 1
         wait(counters + 3 * group, NB * n_met)
@@ -123,22 +123,23 @@ def _forward_chain(
         P3 = tl.load(_square(cov, 3 * BD, own, D, BD, BD))
     n_met = 0
     for chunk in range(tl.load(first + doc), tl.load(first + doc + 1)):
-        t, there = _tokens(tl.load(start + chunk), tl.load(stop + chunk), C)
-        gt = tl.load(g + t * H + h, mask=there, other=0.0)
-        w = tl.load(process + t * H + h, mask=there, other=0.0)
-        r = tl.load(obs + t * (H * G) + hg, mask=there, other=1.0)
-        r_cov = tl.load(obs_cov + t * (H * G) + hg, mask=there, other=1.0)
+        begin = tl.load(start + chunk).to(tl.int64)
+        there = i < tl.load(stop + chunk) - begin
+        gt = tl.load(g + begin * H + h + i * H, mask=there, other=0.0)
+        w = tl.load(process + begin * H + h + i * H, mask=there, other=0.0)
+        r = tl.load(obs + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
+        r_cov = tl.load(obs_cov + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
         b, between, left, b_end = chunk_decay(gt, C)
         n = accumulate(between, w)
         n_end = tl.sum(tl.where(i == C - 1, n, 0.0), 0)
         block = chunk * (H * G) + hg.to(tl.int64)
-        W = tl.dot(_tile(k, t, there, HK * D, 0, BD), P0, input_precision=PRECISION)
+        W = tl.dot(_tile(k + begin * (HK * D), i, there, HK * D, BD), P0, input_precision=PRECISION)
         if NB > 1:
-            W += tl.dot(_tile(k, t, there, HK * D, BD, BD), P1, input_precision=PRECISION)
+            W += tl.dot(_tile(k + begin * (HK * D) + BD, i, there, HK * D, BD), P1, input_precision=PRECISION)
         if NB > 2:
-            W += tl.dot(_tile(k, t, there, HK * D, 2 * BD, BD), P2, input_precision=PRECISION)
-            W += tl.dot(_tile(k, t, there, HK * D, 3 * BD, BD), P3, input_precision=PRECISION)
-        K_own = _tile(k, t, there, HK * D, own, BD)
+            W += tl.dot(_tile(k + begin * (HK * D) + 2 * BD, i, there, HK * D, BD), P2, input_precision=PRECISION)
+            W += tl.dot(_tile(k + begin * (HK * D) + 3 * BD, i, there, HK * D, BD), P3, input_precision=PRECISION)
+        K_own = _tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
         R_own = (b * b)[:, None] * W + n[:, None] * K_own
         S = tl.dot(K_own, tl.trans(R_own), input_precision=PRECISION)
         if NB > 1:
@@ -152,7 +153,7 @@ def _forward_chain(
             if NB > 2:
                 tl.store(_square(at, 2 * BD, own, D, BD, BD), P2)
                 tl.store(_square(at, 3 * BD, own, D, BD, BD), P3)
-            _put(R + hg * D, t, there, H * G * D, own, R_own, BD)
+            _put(R + hg * D + begin * (H * G * D) + own, i, there, H * G * D, R_own, BD)
         n_met += 1
         if NB > 1:
             wait(counters + 3 * group + 1, n_met)
@@ -165,7 +166,7 @@ def _forward_chain(
                 tl.store(_square(X + block * C * C, 0, 0, C, C, C), Xc)
                 tl.store(delta + block * C + i, d)
         U_own = tl.dot(Xc * between, R_own, input_precision=PRECISION)
-        _put(U + hg * D, t, there, H * G * D, own, U_own, BD)
+        _put(U + hg * D + begin * (H * G * D) + own, i, there, H * G * D, U_own, BD)
         keep = b_end * b_end
         E_own = (left * mu / d)[:, None] * U_own
         if NB == 1:
@@ -174,24 +175,20 @@ def _forward_chain(
         else:
             arrive(counters + 3 * group + 2)
             wait(counters + 3 * group + 2, NB * n_met)
-            u = tl.load(U + hg * D + t[:, None] * (H * G * D) + tl.arange(0, BD)[None, :],
-                        mask=there[:, None], other=0.0, cache_modifier=".cg")  # fmt: skip
-            s = tl.sum(u * _tile(k, t, there, HK * D, 0, BD), 1)
+            u = _fresh(U + hg * D + begin * (H * G * D), i, there, H * G * D, BD)
+            s = tl.sum(u * _tile(k + begin * (HK * D), i, there, HK * D, BD), 1)
             P0 = keep * P0 - tl.dot(tl.trans(left[:, None] * u), E_own, input_precision=PRECISION)
-            u = tl.load(U + hg * D + t[:, None] * (H * G * D) + BD + tl.arange(0, BD)[None, :],
-                        mask=there[:, None], other=0.0, cache_modifier=".cg")  # fmt: skip
-            s += tl.sum(u * _tile(k, t, there, HK * D, BD, BD), 1)
+            u = _fresh(U + hg * D + begin * (H * G * D) + BD, i, there, H * G * D, BD)
+            s += tl.sum(u * _tile(k + begin * (HK * D) + BD, i, there, HK * D, BD), 1)
             P1 = keep * P1 - tl.dot(tl.trans(left[:, None] * u), E_own, input_precision=PRECISION)
             if NB > 2:
-                u = tl.load(U + hg * D + t[:, None] * (H * G * D) + 2 * BD + tl.arange(0, BD)[None, :],
-                            mask=there[:, None], other=0.0, cache_modifier=".cg")  # fmt: skip
-                s += tl.sum(u * _tile(k, t, there, HK * D, 2 * BD, BD), 1)
+                u = _fresh(U + hg * D + begin * (H * G * D) + 2 * BD, i, there, H * G * D, BD)
+                s += tl.sum(u * _tile(k + begin * (HK * D) + 2 * BD, i, there, HK * D, BD), 1)
                 P2 = keep * P2 - tl.dot(tl.trans(left[:, None] * u), E_own, input_precision=PRECISION)
-                u = tl.load(U + hg * D + t[:, None] * (H * G * D) + 3 * BD + tl.arange(0, BD)[None, :],
-                            mask=there[:, None], other=0.0, cache_modifier=".cg")  # fmt: skip
-                s += tl.sum(u * _tile(k, t, there, HK * D, 3 * BD, BD), 1)
+                u = _fresh(U + hg * D + begin * (H * G * D) + 3 * BD, i, there, H * G * D, BD)
+                s += tl.sum(u * _tile(k + begin * (HK * D) + 3 * BD, i, there, HK * D, BD), 1)
                 P3 = keep * P3 - tl.dot(tl.trans(left[:, None] * u), E_own, input_precision=PRECISION)
-        _put(kappa, t, there, H * G * D, own, U_own / (r + s)[:, None], BD)
+        _put(kappa + begin * (H * G * D) + own, i, there, H * G * D, U_own / (r + s)[:, None], BD)
         P0 += tl.where(panel_rows == panel_cols, n_end, 0.0)
         if NB > 1:
             P1 += tl.where(BD + panel_rows == panel_cols, n_end, 0.0)
@@ -226,9 +223,10 @@ def _backward_prepare(
     h = hg // G
     mu = tl.load(evidence + h)
     i = tl.arange(0, C)
-    t, there = _tokens(tl.load(start + chunk), tl.load(stop + chunk), C)
-    gt = tl.load(g + t * H + h, mask=there, other=0.0)
-    r = tl.load(obs + t * (H * G) + hg, mask=there, other=1.0)
+    begin = tl.load(start + chunk).to(tl.int64)
+    there = i < tl.load(stop + chunk) - begin
+    gt = tl.load(g + begin * H + h + i * H, mask=there, other=0.0)
+    r = tl.load(obs + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
     b, between, left, b_end = chunk_decay(gt, C)
     block = chunk * (H * G) + hg.to(tl.int64)
     Xc = tl.load(_square(X + block * C * C, 0, 0, C, C, C))
@@ -242,10 +240,10 @@ def _backward_prepare(
     dN = tl.zeros([C, C], tl.float32)
     KR = tl.zeros([C, C], tl.float32)
     for c in range(0, D, BD):
-        u = _tile(U + off, t, there, row, c, BD)
-        Kc = _tile(k, t, there, HK * D, c, BD)
-        Rc_T = tl.trans(_tile(R + off, t, there, row, c, BD))
-        dkap = _tile(dkappa + off, t, there, row, c, BD)
+        u = _tile(U + off + begin * (row) + c, i, there, row, BD)
+        Kc = _tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
+        Rc_T = tl.trans(_tile(R + off + begin * (row) + c, i, there, row, BD))
+        dkap = _tile(dkappa + off + begin * (row) + c, i, there, row, BD)
         s += tl.sum(u * Kc, 1)
         du += tl.sum(u * dkap, 1)
         dN += tl.dot(dkap, Rc_T, input_precision=PRECISION)
@@ -258,20 +256,20 @@ def _backward_prepare(
     Q = tl.where(i[:, None] > i[None, :], -Q / d[None, :], 0.0)
     dAc = tl.dot(tl.trans(Xc), tl.dot(Q, Xc, input_precision=PRECISION), input_precision=PRECISION)
     F = dX * Xc
-    tl.store(dc + t * (H * G) + hg, tl.sum(F, 1) - tl.sum(F, 0), mask=there)
-    tl.store(dobs + t * (H * G) + hg, dsum, mask=there)
+    tl.store(dc + begin * (H * G) + hg + i * (H * G), tl.sum(F, 1) - tl.sum(F, 0), mask=there)
+    tl.store(dobs + begin * (H * G) + hg + i * (H * G), dsum, mask=there)
     tl.store(_square(dA + block * C * C, 0, 0, C, C, C), dAc)
     N_T = tl.trans(Xc * between)
     B_T = tl.trans(mu * _low(dAc, i) * between)
     X_T = tl.trans(Xc)
     for c in range(0, D, BD):
-        u = _tile(U + off, t, there, row, c, BD)
-        Kc = _tile(k, t, there, HK * D, c, BD)
-        dU = over[:, None] * _tile(dkappa + off, t, there, row, c, BD) + dsum[:, None] * Kc
+        u = _tile(U + off + begin * (row) + c, i, there, row, BD)
+        Kc = _tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
+        dU = over[:, None] * _tile(dkappa + off + begin * (row) + c, i, there, row, BD) + dsum[:, None] * Kc
         dRc = tl.dot(N_T, dU, input_precision=PRECISION) + tl.dot(B_T, Kc, input_precision=PRECISION)
-        _put(dR + off, t, there, row, c, dRc, BD)
-        _put(Z + off, t, there, row, c, tl.dot(X_T, (left / d)[:, None] * u, input_precision=PRECISION), BD)
-        _put(dk + off, t, there, row, c, dsum[:, None] * u, BD)
+        _put(dR + off + begin * (row) + c, i, there, row, dRc, BD)
+        _put(Z + off + begin * (row) + c, i, there, row, tl.dot(X_T, (left / d)[:, None] * u, input_precision=PRECISION), BD)
+        _put(dk + off + begin * (row) + c, i, there, row, dsum[:, None] * u, BD)
 
 
 @triton.jit
@@ -304,14 +302,14 @@ def _backward_chain(
         G2 = tl.load(_square(dfinal, 2 * BD, own, D, BD, BD))
         G3 = tl.load(_square(dfinal, 3 * BD, own, D, BD, BD))
     F += group.to(tl.int64) * C * D
-    f_rows = tl.arange(0, C).to(tl.int64)
-    f_there = f_rows < C
+    i = tl.arange(0, C)
     n_met = 0
-    begin, end = tl.load(first + doc), tl.load(first + doc + 1)
-    for number in range(0, end - begin):
-        chunk = end - 1 - number
-        t, there = _tokens(tl.load(start + chunk), tl.load(stop + chunk), C)
-        gt = tl.load(g + t * H + h, mask=there, other=0.0)
+    last = tl.load(first + doc + 1) - 1
+    for number in range(0, last + 1 - tl.load(first + doc)):
+        chunk = last - number
+        begin = tl.load(start + chunk).to(tl.int64)
+        there = i < tl.load(stop + chunk) - begin
+        gt = tl.load(g + begin * H + h + i * H, mask=there, other=0.0)
         c = tl.cumsum(gt, 0)
         b = tl.exp(c)
         b_end = tl.exp(tl.sum(gt, 0))
@@ -319,22 +317,22 @@ def _backward_chain(
         P_at = entry + block * D * D
         tr = tl.sum(tl.sum(tl.where(rows == cols, G0, 0.0), 1), 0)
         GP = tl.sum(tl.sum(G0 * tl.load(_square(P_at, 0, own, D, BD, BD)), 1), 0)
-        HG = tl.dot(_tile(Z + off, t, there, row, 0, BD), G0, input_precision=PRECISION)
+        HG = tl.dot(_tile(Z + off + begin * (row), i, there, row, BD), G0, input_precision=PRECISION)
         if NB > 1:
             tr += tl.sum(tl.sum(tl.where(BD + rows == cols, G1, 0.0), 1), 0)
             GP += tl.sum(tl.sum(G1 * tl.load(_square(P_at, BD, own, D, BD, BD)), 1), 0)
-            HG += tl.dot(_tile(Z + off, t, there, row, BD, BD), G1, input_precision=PRECISION)
+            HG += tl.dot(_tile(Z + off + begin * (row) + BD, i, there, row, BD), G1, input_precision=PRECISION)
         if NB > 2:
             tr += tl.sum(tl.sum(tl.where(2 * BD + rows == cols, G2, 0.0), 1), 0)
             GP += tl.sum(tl.sum(G2 * tl.load(_square(P_at, 2 * BD, own, D, BD, BD)), 1), 0)
-            HG += tl.dot(_tile(Z + off, t, there, row, 2 * BD, BD), G2, input_precision=PRECISION)
+            HG += tl.dot(_tile(Z + off + begin * (row) + 2 * BD, i, there, row, BD), G2, input_precision=PRECISION)
             tr += tl.sum(tl.sum(tl.where(3 * BD + rows == cols, G3, 0.0), 1), 0)
             GP += tl.sum(tl.sum(G3 * tl.load(_square(P_at, 3 * BD, own, D, BD, BD)), 1), 0)
-            HG += tl.dot(_tile(Z + off, t, there, row, 3 * BD, BD), G3, input_precision=PRECISION)
+            HG += tl.dot(_tile(Z + off + begin * (row) + 3 * BD, i, there, row, BD), G3, input_precision=PRECISION)
         tl.store(trace + block * NB + part, tr)
         tl.store(kept + block * NB + part, GP)
-        _put(HG_ + off, t, there, row, own, HG, BD)
-        Z_own = _tile(Z + off, t, there, row, own, BD)
+        _put(HG_ + off + begin * (row) + own, i, there, row, HG, BD)
+        Z_own = _tile(Z + off + begin * (row) + own, i, there, row, BD)
         M = tl.dot(HG, tl.trans(Z_own), input_precision=PRECISION)
         if NB > 1:
             at = partial + group.to(tl.int64) * NB * C * C
@@ -345,32 +343,32 @@ def _backward_chain(
             M = tl.load(_square(at, 0, 0, C, C, C), cache_modifier=".cg")
             for other in tl.static_range(1, NB):
                 M += tl.load(_square(at + other * C * C, 0, 0, C, C, C), cache_modifier=".cg")
-        K_own = b[:, None] * _tile(k, t, there, HK * D, own, BD)
-        F_own = 0.5 * b[:, None] * _tile(dR + off, t, there, row, own, BD) - (mu * b_end) * HG
+        K_own = b[:, None] * _tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
+        F_own = 0.5 * b[:, None] * _tile(dR + off + begin * (row) + own, i, there, row, BD) - (mu * b_end) * HG
         F_own += tl.dot((0.5 * mu * mu) * M, K_own, input_precision=PRECISION)
         keep = b_end * b_end
         if NB == 1:
             step = tl.dot(tl.trans(K_own), F_own, input_precision=PRECISION)
             G0 = keep * G0 + step + tl.trans(step)
         else:
-            _put(F, f_rows, f_there, D, own, F_own, BD)
+            _put(F + own, i, i < C, D, F_own, BD)
             arrive(counters + 2 * group + 1)
             wait(counters + 2 * group + 1, n_met)
             f = tl.load(_square(F, 0, 0, D, C, BD), cache_modifier=".cg")
-            Kb = b[:, None] * _tile(k, t, there, HK * D, 0, BD)
+            Kb = b[:, None] * _tile(k + begin * (HK * D), i, there, HK * D, BD)
             G0 = keep * G0 + tl.dot(tl.trans(Kb), F_own, input_precision=PRECISION)
             G0 += tl.dot(tl.trans(f), K_own, input_precision=PRECISION)
             f = tl.load(_square(F, 0, BD, D, C, BD), cache_modifier=".cg")
-            Kb = b[:, None] * _tile(k, t, there, HK * D, BD, BD)
+            Kb = b[:, None] * _tile(k + begin * (HK * D) + BD, i, there, HK * D, BD)
             G1 = keep * G1 + tl.dot(tl.trans(Kb), F_own, input_precision=PRECISION)
             G1 += tl.dot(tl.trans(f), K_own, input_precision=PRECISION)
             if NB > 2:
                 f = tl.load(_square(F, 0, 2 * BD, D, C, BD), cache_modifier=".cg")
-                Kb = b[:, None] * _tile(k, t, there, HK * D, 2 * BD, BD)
+                Kb = b[:, None] * _tile(k + begin * (HK * D) + 2 * BD, i, there, HK * D, BD)
                 G2 = keep * G2 + tl.dot(tl.trans(Kb), F_own, input_precision=PRECISION)
                 G2 += tl.dot(tl.trans(f), K_own, input_precision=PRECISION)
                 f = tl.load(_square(F, 0, 3 * BD, D, C, BD), cache_modifier=".cg")
-                Kb = b[:, None] * _tile(k, t, there, HK * D, 3 * BD, BD)
+                Kb = b[:, None] * _tile(k + begin * (HK * D) + 3 * BD, i, there, HK * D, BD)
                 G3 = keep * G3 + tl.dot(tl.trans(Kb), F_own, input_precision=PRECISION)
                 G3 += tl.dot(tl.trans(f), K_own, input_precision=PRECISION)
     dcov += group.to(tl.int64) * D * D
@@ -395,9 +393,10 @@ def _backward_finish(
     h = hg // G
     mu = tl.load(evidence + h)
     i = tl.arange(0, C)
-    t, there = _tokens(tl.load(start + chunk), tl.load(stop + chunk), C)
-    gt = tl.load(g + t * H + h, mask=there, other=0.0)
-    w = tl.load(process + t * H + h, mask=there, other=0.0)
+    begin = tl.load(start + chunk).to(tl.int64)
+    there = i < tl.load(stop + chunk) - begin
+    gt = tl.load(g + begin * H + h + i * H, mask=there, other=0.0)
+    w = tl.load(process + begin * H + h + i * H, mask=there, other=0.0)
     b, between, left, b_end = chunk_decay(gt, C)
     n = accumulate(between, w)
     n_end = tl.sum(tl.where(i == C - 1, n, 0.0), 0)
@@ -410,16 +409,16 @@ def _backward_finish(
     KR = tl.zeros([C, C], tl.float32)
     HR = tl.zeros([C], tl.float32)
     for c in range(0, D, BD):
-        Hc = _tile(HG + off, t, there, row, c, BD)
-        Rc = _tile(R + off, t, there, row, c, BD)
-        Kc = _tile(k, t, there, HK * D, c, BD)
-        M += tl.dot(Hc, tl.trans(_tile(Z + off, t, there, row, c, BD)), input_precision=PRECISION)
+        Hc = _tile(HG + off + begin * (row) + c, i, there, row, BD)
+        Rc = _tile(R + off + begin * (row) + c, i, there, row, BD)
+        Kc = _tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
+        M += tl.dot(Hc, tl.trans(_tile(Z + off + begin * (row) + c, i, there, row, BD)), input_precision=PRECISION)
         KR += tl.dot(Kc, tl.trans(Rc), input_precision=PRECISION)
         HR += tl.sum(Hc * Rc, 1)
     dAc = tl.load(_square(dA + block * C * C, 0, 0, C, C, C)) + mu * M
     full = _low(dAc, i)
     diagonal = tl.sum(tl.where(i[:, None] == i[None, :], dAc, 0.0), 1)
-    tl.store(dobs_cov + t * (H * G) + hg, diagonal, mask=there)
+    tl.store(dobs_cov + begin * (H * G) + hg + i * (H * G), diagonal, mask=there)
     F = full * between * KR
     tl.store(dmu + block, tl.sum(tl.sum(F, 1), 0) - tl.sum(HR * left, 0))
     F *= mu
@@ -428,17 +427,17 @@ def _backward_finish(
     dn = tl.zeros([C], tl.float32)
     dbb = tl.zeros([C], tl.float32)
     for c in range(0, D, BD):
-        Rc = _tile(R + off, t, there, row, c, BD)
-        Kc = _tile(k, t, there, HK * D, c, BD)
-        dRc = _tile(dR + off, t, there, row, c, BD)
+        Rc = _tile(R + off + begin * (row) + c, i, there, row, BD)
+        Kc = _tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
+        dRc = _tile(dR + off + begin * (row) + c, i, there, row, BD)
         dRc += tl.dot(extra_T, Kc, input_precision=PRECISION)
-        dRc -= (2.0 * mu * left)[:, None] * _tile(HG + off, t, there, row, c, BD)
+        dRc -= (2.0 * mu * left)[:, None] * _tile(HG + off + begin * (row) + c, i, there, row, BD)
         dn += tl.sum(dRc * Kc, 1)
         dbb += tl.sum(dRc * (Rc - n[:, None] * Kc), 1)
-        dKc = _tile(dk + off, t, there, row, c, BD) + n[:, None] * dRc
+        dKc = _tile(dk + off + begin * (row) + c, i, there, row, BD) + n[:, None] * dRc
         dKc += tl.dot(B, Rc, input_precision=PRECISION)
-        _put(dk + off, t, there, row, c, dKc, BD)
-        _put(dR + off, t, there, row, c, (b * b)[:, None] * dRc, BD)
+        _put(dk + off + begin * (row) + c, i, there, row, dKc, BD)
+        _put(dR + off + begin * (row) + c, i, there, row, (b * b)[:, None] * dRc, BD)
     tr = 0.0
     GP = 0.0
     for part in tl.static_range(NB):
@@ -448,13 +447,13 @@ def _backward_finish(
     dn += tl.where(last, tr, 0.0)
     dw = tl.sum(between * between * dn[:, None], 0)
     dleft = -2.0 * mu * HR * left
-    d = tl.load(dc + t * (H * G) + hg, mask=there, other=0.0)
+    d = tl.load(dc + begin * (H * G) + hg + i * (H * G), mask=there, other=0.0)
     d += 2.0 * dbb + tl.sum(F, 1) - tl.sum(F, 0) - dleft + 2.0 * (dn * n - w * dw)
     d += tl.where(last, tl.sum(dleft, 0) + 2.0 * b_end * b_end * GP, 0.0)
     # the gradient of g_s is that of all sums c_t from s on
     suffix = tl.sum(tl.where(i[:, None] >= i[None, :], d[:, None], 0.0), 0)
-    tl.store(dg + t * (H * G) + hg, suffix, mask=there)
-    tl.store(dprocess + t * (H * G) + hg, dw, mask=there)
+    tl.store(dg + begin * (H * G) + hg + i * (H * G), suffix, mask=there)
+    tl.store(dprocess + begin * (H * G) + hg + i * (H * G), dw, mask=there)
 
 
 @triton.jit
@@ -464,14 +463,16 @@ def _backward_keys(
 ):  # fmt: skip
     """`dk += dW P0`, a block of columns a program."""
     own, chunk, hg = tl.program_id(0) * BD, tl.program_id(1), tl.program_id(2)
-    t, there = _tokens(tl.load(start + chunk), tl.load(stop + chunk), C)
+    i = tl.arange(0, C)
+    begin = tl.load(start + chunk).to(tl.int64)
+    there = i < tl.load(stop + chunk) - begin
     P_at = entry + (chunk * HG + hg.to(tl.int64)) * D * D
     off = hg * D
-    acc = _tile(dk + off, t, there, HG * D, own, BD)
+    acc = _tile(dk + off + begin * (HG * D) + own, i, there, HG * D, BD)
     for c in range(0, D, BD):
         P = tl.load(_square(P_at, c, own, D, BD, BD))
-        acc += tl.dot(_tile(dW + off, t, there, HG * D, c, BD), P, input_precision=PRECISION)
-    _put(dk + off, t, there, HG * D, own, acc, BD)
+        acc += tl.dot(_tile(dW + off + begin * (HG * D) + c, i, there, HG * D, BD), P, input_precision=PRECISION)
+    _put(dk + off + begin * (HG * D) + own, i, there, HG * D, acc, BD)
 
 
 def dense_gains(
