@@ -82,7 +82,7 @@ def test_unwritten_places_are_never_read(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(DEVICE == "cuda" or not hasattr(os, "fork"), reason="processes stand in for programs")
 @pytest.mark.parametrize("D", [32, 64])
 def test_programs_that_share_a_covariance(monkeypatch: pytest.MonkeyPatch, D: int) -> None:
-    """A covariance split by columns: in the interpreter the programs of a launch are processes that share memory."""
+    """A covariance split by columns; in the interpreter processes stand in for a launch's programs."""
 
     class Forked:
         def __init__(self, kernel: Any) -> None:
@@ -131,13 +131,13 @@ def test_programs_that_share_a_covariance(monkeypatch: pytest.MonkeyPatch, D: in
 )
 def test_what_the_kernels_lack_is_named(argument: str, change: dict[str, Any]) -> None:
     problem = make_problem(8, **{"D": 16, "V": 32, "G": 2, **change}, dtype=torch.float32)
-    with pytest.raises(ValueError, match=f"^{argument}:"):
+    with pytest.raises(ValueError, match=rf"^{argument}:"):
         run(problem, backend="triton")
 
 
 def test_an_unknown_precision_is_named() -> None:
     problem = make_problem(8, D=16, V=32, dtype=torch.float32)
-    with pytest.raises(ValueError, match="^precision:"):
+    with pytest.raises(ValueError, match=r"^precision:"):
         run(problem, precision="fp8")
 
 
@@ -175,6 +175,8 @@ def test_bfloat16_on_a_gpu(D: int) -> None:
     }
     found = results_and_gradients(there, backend="triton", check=False)
     for name, x in exact.items():
+        if not float(x.norm()):  # of the prior's variance, where a state is given
+            continue
         error = float((found[name].double().cpu() - x).norm() / x.norm())
         assert error < (5e-3 if name in ("o", "mean", "cov") else 8e-3), (name, error)
 

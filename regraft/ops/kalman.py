@@ -87,8 +87,8 @@ def kalman_delta_rule(
             has 16, 32 and 64).
         obs_var_floor: lower bound of the observation noise where the covariance is updated and factorised.
             The gain of the mean keeps the raw `obs_var`, so a floor leaves `evidence = 0` exact.
-        precision: of the products of float32 matrices in the kernels: `tf32x3` is three TF32 products, about as
-            exact as float32; `tf32` keeps 10 bits; `ieee` is float32 without tensor cores.
+        precision: of the products of float32 matrices in the kernels: `tf32x3` is three TF32 products, about
+            as exact as float32; `tf32` keeps 10 bits; `ieee` is float32 without tensor cores.
         check: look for values out of range; costs a wait for the device on an accelerator.
 
     Returns:
@@ -155,7 +155,7 @@ def kalman_delta_rule(
 
 
 def _plain(x: FilterInputs) -> bool:
-    """Whether the kernels that decode have this: float32 without a rotation, and nothing asks for a gradient."""
+    """Whether the kernels that decode have this: float32, no rotation, no gradient asked for."""
     tensors = (t for t in vars(x).values() if isinstance(t, Tensor))
     training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return x.rotation is None and x.k.dtype == torch.float32 and x.k.shape[-1] <= 256 and not training

@@ -1,8 +1,8 @@
-"""Time of the op on a GPU, as ratios to fla's kernels in the same run: `python scripts/bench/gpu_ops.py [--quick]`.
+"""Time of the op on a GPU, as ratios to fla's kernels in the same run: `python scripts/bench/gpu_ops.py`.
 
-Inputs bfloat16, V = D. `fla` is `chunk_gated_delta_rule` on the same shapes, `mesa` is `chunk_mesa_net`. A time is
-the median of CUDA events over repeated calls; `peak` what a forward and backward pass needs above its inputs.
-Prints a table and writes JSON to --out.
+Inputs bfloat16, V = D. `fla` is `chunk_gated_delta_rule` on the same shapes, `mesa` is `chunk_mesa_net`. A
+time is the median of CUDA events over repeated calls; `peak` what a forward and backward pass needs above its
+inputs. Prints a table and writes JSON to --out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def time_of(call: Callable[[], Any], budget_ms: float = 60) -> float:
     return float(triton.testing.do_bench(call, warmup=20, rep=budget_ms, return_mode="median"))
 
 
-def measure(forward: Callable[[dict[str, torch.Tensor]], torch.Tensor], x: dict[str, torch.Tensor]) -> dict[str, float]:
+def measure(
+    forward: Callable[[dict[str, torch.Tensor]], torch.Tensor], x: dict[str, torch.Tensor]
+) -> dict[str, float]:
     """Forward without gradient, forward and backward, and what the latter needs at its peak."""
     with torch.no_grad():
         forward(x)
@@ -125,7 +127,9 @@ def main() -> None:
                 try:
                     found = measure(calls[name], x)
                 except Exception as error:
-                    print(f"{name} B{B} T{T} H{H} D{D}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                    print(
+                        f"{name} B{B} T{T} H{H} D{D}: {type(error).__name__}: {str(error)[:300]}", flush=True
+                    )
                     torch.cuda.empty_cache()
                     continue
                 base = base or found

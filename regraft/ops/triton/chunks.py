@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,8 +35,10 @@ class Chunks:
 @lru_cache(maxsize=64)
 def _chunks(ends: tuple[int, ...], size: int, device: torch.device) -> Chunks:
     """The tables are made once for all layers of a step: a copy to the device would wait."""
-    start, stop, first = [], [], [0]
-    for begin, end in zip(ends[:-1], ends[1:], strict=True):
+    start: list[int] = []
+    stop: list[int] = []
+    first = [0]
+    for begin, end in pairwise(ends):
         start += range(begin, end, size)
         stop += [min(s + size, end) for s in range(begin, end, size)]
         first.append(len(start))

@@ -1,9 +1,10 @@
-"""The gain pass of a dense covariance: `docs/filter.md` derives both directions, `gains.py` is the same in torch.
+"""The gain pass of a dense covariance: `docs/filter.md` derives both directions, `gains.py` is it in torch.
 
-What is sequential is kept small. Forward, a chain over the chunks carries the covariance. Backward, one kernel
-prepares what each chunk needs, a second chain carries the covariance's gradient, and two kernels finish the
-chunks. Along a chain a head's covariance is split by columns over D/64 programs, which hold it in registers and
-meet twice a chunk. Names follow `docs/filter.md`: K keys, R = b² K P0 + n K, A = L Δ Lᵀ, X = L⁻¹.
+What is sequential is kept small. Forward, a chain over the chunks carries the covariance. Backward, one
+kernel prepares what each chunk needs, a second chain carries the covariance's gradient, and two kernels
+finish the chunks. Along a chain a head's covariance is split by columns over D/64 programs, which hold it in
+registers and meet twice a chunk; forward, one more program factorises. Names follow `docs/filter.md`: K keys,
+`R = b² K P0 + n K`, `A = L Δ Lᵀ`, `X = L⁻¹`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.linalg import accumulate, arrive, chunk_decay, ldl, wait
@@ -25,7 +27,9 @@ WIDTHS = (16, 32, 64, 128, 256)
 def _tile(at, i, there, width, BD: tl.constexpr):
     """`[C,BD]` in float32 from rows of `width` numbers; `at` is the first of them."""
     # 32-bit offsets from one address: 64-bit addresses of a whole tile take as many registers as two tiles
-    return tl.load(at + (i[:, None] * width + tl.arange(0, BD)[None, :]), mask=there[:, None], other=0.0).to(tl.float32)
+    return tl.load(at + (i[:, None] * width + tl.arange(0, BD)[None, :]), mask=there[:, None], other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -38,7 +42,9 @@ def _fresh(at, i, there, width, BD: tl.constexpr):
 @triton.jit
 def _put(at, i, there, width, x, BD: tl.constexpr):
     """The counterpart of `_tile`."""
-    tl.store(at + (i[:, None] * width + tl.arange(0, BD)[None, :]), x.to(at.dtype.element_ty), mask=there[:, None])
+    tl.store(
+        at + (i[:, None] * width + tl.arange(0, BD)[None, :]), x.to(at.dtype.element_ty), mask=there[:, None]
+    )
 
 
 @triton.jit
@@ -62,7 +68,7 @@ def _factorise(
     H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, NB: tl.constexpr,
     PRECISION: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """The factorisations of the forward chain, in a program of their own: there the covariance takes no registers."""
+    """The factorisations of the forward chain, in a program that holds no covariance."""
     doc, hg = group // (H * G), group % (H * G)
     h = hg // G
     mu = tl.load(evidence + h)
@@ -75,8 +81,8 @@ def _factorise(
         gt = tl.load(g + begin * H + h + i * H, mask=there, other=0.0)
         r_cov = tl.load(obs_cov + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
         _, between, _, _ = chunk_decay(gt, C)
-        n_met += 1
-        wait(counters + 3 * group, NB * n_met)
+        n_met += 1  # noqa: SIM113
+        wait(counters + 1 + 3 * group, NB * n_met)
         S = tl.load(_square(at, 0, 0, C, C, C), cache_modifier=".cg")
         for other in tl.static_range(1, NB):
             S += tl.load(_square(at + other * C * C, 0, 0, C, C, C), cache_modifier=".cg")
@@ -84,13 +90,13 @@ def _factorise(
         factor = chunk * (H * G) + hg.to(tl.int64) if SAVE else group.to(tl.int64)
         tl.store(_square(X + factor * C * C, 0, 0, C, C, C), Xc)
         tl.store(delta + factor * C + i, d)
-        arrive(counters + 3 * group + 1)
+        arrive(counters + 2 + 3 * group)
 
 
 @triton.jit
 def _forward_chain(
     k, g, obs, obs_cov, process, evidence, cov, start, stop, first,
-    kappa, final, entry, R, U, X, delta, partial, counters, ticket,
+    kappa, final, entry, R, U, X, delta, partial, counters,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     BD: tl.constexpr, PRECISION: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +104,7 @@ def _forward_chain(
     if NB == 1:
         group, part = tl.program_id(0), 0
     else:  # in the order of the tickets, so that a program never waits for one that has not begun
-        number = tl.atomic_add(ticket, 1)
+        number = tl.atomic_add(counters, 1)
         group, part = number // (NB + 1), number % (NB + 1)
     if part == NB:
         _factorise(
@@ -137,14 +143,18 @@ def _forward_chain(
         if NB > 1:
             W += tl.dot(_tile(k + begin * (HK * D) + BD, i, there, HK * D, BD), P1, input_precision=PRECISION)
         if NB > 2:
-            W += tl.dot(_tile(k + begin * (HK * D) + 2 * BD, i, there, HK * D, BD), P2, input_precision=PRECISION)
-            W += tl.dot(_tile(k + begin * (HK * D) + 3 * BD, i, there, HK * D, BD), P3, input_precision=PRECISION)
+            W += tl.dot(
+                _tile(k + begin * (HK * D) + 2 * BD, i, there, HK * D, BD), P2, input_precision=PRECISION
+            )
+            W += tl.dot(
+                _tile(k + begin * (HK * D) + 3 * BD, i, there, HK * D, BD), P3, input_precision=PRECISION
+            )
         K_own = _tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
         R_own = (b * b)[:, None] * W + n[:, None] * K_own
         S = tl.dot(K_own, tl.trans(R_own), input_precision=PRECISION)
         if NB > 1:
             tl.store(_square(partial + (group * NB + part).to(tl.int64) * C * C, 0, 0, C, C, C), S)
-            arrive(counters + 3 * group)
+            arrive(counters + 1 + 3 * group)
         if SAVE:  # while another program factorises
             at = entry + block * D * D
             tl.store(_square(at, 0, own, D, BD, BD), P0)
@@ -154,9 +164,9 @@ def _forward_chain(
                 tl.store(_square(at, 2 * BD, own, D, BD, BD), P2)
                 tl.store(_square(at, 3 * BD, own, D, BD, BD), P3)
             _put(R + hg * D + begin * (H * G * D) + own, i, there, H * G * D, R_own, BD)
-        n_met += 1
+        n_met += 1  # noqa: SIM113
         if NB > 1:
-            wait(counters + 3 * group + 1, n_met)
+            wait(counters + 2 + 3 * group, n_met)
             factor = block if SAVE else group.to(tl.int64)
             Xc = tl.load(_square(X + factor * C * C, 0, 0, C, C, C), cache_modifier=".cg")
             d = tl.load(delta + factor * C + i, cache_modifier=".cg")
@@ -173,8 +183,8 @@ def _forward_chain(
             s = tl.sum(U_own * K_own, 1)
             P0 = keep * P0 - tl.dot(tl.trans(left[:, None] * U_own), E_own, input_precision=PRECISION)
         else:
-            arrive(counters + 3 * group + 2)
-            wait(counters + 3 * group + 2, NB * n_met)
+            arrive(counters + 3 + 3 * group)
+            wait(counters + 3 + 3 * group, NB * n_met)
             u = _fresh(U + hg * D + begin * (H * G * D), i, there, H * G * D, BD)
             s = tl.sum(u * _tile(k + begin * (HK * D), i, there, HK * D, BD), 1)
             P0 = keep * P0 - tl.dot(tl.trans(left[:, None] * u), E_own, input_precision=PRECISION)
@@ -206,7 +216,7 @@ def _forward_chain(
 
 @triton.jit
 def _low(A, i):
-    """Gradient with regard to the lower triangle of a symmetric matrix, from the one with regard to all of it."""
+    """Gradient of a symmetric matrix's lower triangle, from that of all of it."""
     both = A + tl.trans(A)
     return tl.where(i[:, None] > i[None, :], both, tl.where(i[:, None] == i[None, :], A, 0.0))
 
@@ -227,7 +237,7 @@ def _backward_prepare(
     there = i < tl.load(stop + chunk) - begin
     gt = tl.load(g + begin * H + h + i * H, mask=there, other=0.0)
     r = tl.load(obs + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
-    b, between, left, b_end = chunk_decay(gt, C)
+    _, between, left, _ = chunk_decay(gt, C)
     block = chunk * (H * G) + hg.to(tl.int64)
     Xc = tl.load(_square(X + block * C * C, 0, 0, C, C, C))
     d = tl.load(delta + block * C + i)
@@ -268,23 +278,30 @@ def _backward_prepare(
         dU = over[:, None] * _tile(dkappa + off + begin * (row) + c, i, there, row, BD) + dsum[:, None] * Kc
         dRc = tl.dot(N_T, dU, input_precision=PRECISION) + tl.dot(B_T, Kc, input_precision=PRECISION)
         _put(dR + off + begin * (row) + c, i, there, row, dRc, BD)
-        _put(Z + off + begin * (row) + c, i, there, row, tl.dot(X_T, (left / d)[:, None] * u, input_precision=PRECISION), BD)
+        _put(
+            Z + off + begin * (row) + c,
+            i,
+            there,
+            row,
+            tl.dot(X_T, (left / d)[:, None] * u, input_precision=PRECISION),
+            BD,
+        )
         _put(dk + off + begin * (row) + c, i, there, row, dsum[:, None] * u, BD)
 
 
 @triton.jit
 def _backward_chain(
     k, g, evidence, Z, dR, entry, dfinal, start, stop, first,
-    HG_, dcov, trace, kept, F, partial, counters, ticket,
+    HG_, dcov, trace, kept, F, partial, counters,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Carry the covariance's gradient from the last chunk to the first, and leave Z·gradient in every chunk."""
+    """Carry the covariance's gradient to the first chunk, leaving Z·gradient in every one."""
     NB: tl.constexpr = D // BD
     if NB == 1:
         group, part = tl.program_id(0), 0
     else:
-        number = tl.atomic_add(ticket, 1)
+        number = tl.atomic_add(counters, 1)
         group, part = number // NB, number % NB
     doc, hg = group // (H * G), group % (H * G)
     h = hg // G
@@ -321,14 +338,20 @@ def _backward_chain(
         if NB > 1:
             tr += tl.sum(tl.sum(tl.where(BD + rows == cols, G1, 0.0), 1), 0)
             GP += tl.sum(tl.sum(G1 * tl.load(_square(P_at, BD, own, D, BD, BD)), 1), 0)
-            HG += tl.dot(_tile(Z + off + begin * (row) + BD, i, there, row, BD), G1, input_precision=PRECISION)
+            HG += tl.dot(
+                _tile(Z + off + begin * (row) + BD, i, there, row, BD), G1, input_precision=PRECISION
+            )
         if NB > 2:
             tr += tl.sum(tl.sum(tl.where(2 * BD + rows == cols, G2, 0.0), 1), 0)
             GP += tl.sum(tl.sum(G2 * tl.load(_square(P_at, 2 * BD, own, D, BD, BD)), 1), 0)
-            HG += tl.dot(_tile(Z + off + begin * (row) + 2 * BD, i, there, row, BD), G2, input_precision=PRECISION)
+            HG += tl.dot(
+                _tile(Z + off + begin * (row) + 2 * BD, i, there, row, BD), G2, input_precision=PRECISION
+            )
             tr += tl.sum(tl.sum(tl.where(3 * BD + rows == cols, G3, 0.0), 1), 0)
             GP += tl.sum(tl.sum(G3 * tl.load(_square(P_at, 3 * BD, own, D, BD, BD)), 1), 0)
-            HG += tl.dot(_tile(Z + off + begin * (row) + 3 * BD, i, there, row, BD), G3, input_precision=PRECISION)
+            HG += tl.dot(
+                _tile(Z + off + begin * (row) + 3 * BD, i, there, row, BD), G3, input_precision=PRECISION
+            )
         tl.store(trace + block * NB + part, tr)
         tl.store(kept + block * NB + part, GP)
         _put(HG_ + off + begin * (row) + own, i, there, row, HG, BD)
@@ -337,14 +360,16 @@ def _backward_chain(
         if NB > 1:
             at = partial + group.to(tl.int64) * NB * C * C
             tl.store(_square(at + part * C * C, 0, 0, C, C, C), M)
-            arrive(counters + 2 * group)
+            arrive(counters + 1 + 2 * group)
             n_met += NB
-            wait(counters + 2 * group, n_met)
+            wait(counters + 1 + 2 * group, n_met)
             M = tl.load(_square(at, 0, 0, C, C, C), cache_modifier=".cg")
             for other in tl.static_range(1, NB):
                 M += tl.load(_square(at + other * C * C, 0, 0, C, C, C), cache_modifier=".cg")
         K_own = b[:, None] * _tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
-        F_own = 0.5 * b[:, None] * _tile(dR + off + begin * (row) + own, i, there, row, BD) - (mu * b_end) * HG
+        F_own = (
+            0.5 * b[:, None] * _tile(dR + off + begin * (row) + own, i, there, row, BD) - (mu * b_end) * HG
+        )
         F_own += tl.dot((0.5 * mu * mu) * M, K_own, input_precision=PRECISION)
         keep = b_end * b_end
         if NB == 1:
@@ -352,8 +377,8 @@ def _backward_chain(
             G0 = keep * G0 + step + tl.trans(step)
         else:
             _put(F + own, i, i < C, D, F_own, BD)
-            arrive(counters + 2 * group + 1)
-            wait(counters + 2 * group + 1, n_met)
+            arrive(counters + 2 + 2 * group)
+            wait(counters + 2 + 2 * group, n_met)
             f = tl.load(_square(F, 0, 0, D, C, BD), cache_modifier=".cg")
             Kb = b[:, None] * _tile(k + begin * (HK * D), i, there, HK * D, BD)
             G0 = keep * G0 + tl.dot(tl.trans(Kb), F_own, input_precision=PRECISION)
@@ -399,7 +424,6 @@ def _backward_finish(
     w = tl.load(process + begin * H + h + i * H, mask=there, other=0.0)
     b, between, left, b_end = chunk_decay(gt, C)
     n = accumulate(between, w)
-    n_end = tl.sum(tl.where(i == C - 1, n, 0.0), 0)
     block = chunk * (H * G) + hg.to(tl.int64)
     k += h // (H // HK) * D
     row: tl.constexpr = H * G * D
@@ -412,7 +436,9 @@ def _backward_finish(
         Hc = _tile(HG + off + begin * (row) + c, i, there, row, BD)
         Rc = _tile(R + off + begin * (row) + c, i, there, row, BD)
         Kc = _tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
-        M += tl.dot(Hc, tl.trans(_tile(Z + off + begin * (row) + c, i, there, row, BD)), input_precision=PRECISION)
+        M += tl.dot(
+            Hc, tl.trans(_tile(Z + off + begin * (row) + c, i, there, row, BD)), input_precision=PRECISION
+        )
         KR += tl.dot(Kc, tl.trans(Rc), input_precision=PRECISION)
         HR += tl.sum(Hc * Rc, 1)
     dAc = tl.load(_square(dA + block * C * C, 0, 0, C, C, C)) + mu * M
@@ -471,7 +497,9 @@ def _backward_keys(
     acc = _tile(dk + off + begin * (HG * D) + own, i, there, HG * D, BD)
     for c in range(0, D, BD):
         P = tl.load(_square(P_at, c, own, D, BD, BD))
-        acc += tl.dot(_tile(dW + off + begin * (HG * D) + c, i, there, HG * D, BD), P, input_precision=PRECISION)
+        acc += tl.dot(
+            _tile(dW + off + begin * (HG * D) + c, i, there, HG * D, BD), P, input_precision=PRECISION
+        )
     _put(dk + off + begin * (HG * D) + own, i, there, HG * D, acc, BD)
 
 
@@ -504,7 +532,7 @@ def dense_gains(
     """
     kappa, final = _DenseGains.apply(
         k, g, obs_var, obs_var_cov, process_var, evidence, cov, chunks, precision, dtype
-    )  # type: ignore[no-untyped-call]
+    )
     return kappa, final
 
 
@@ -514,17 +542,23 @@ class _DenseGains(torch.autograd.Function):
         ctx: Any, k: Tensor, g: Tensor, obs: Tensor, obs_cov: Tensor, process: Tensor, evidence: Tensor,
         cov: Tensor, chunks: Chunks, precision: str, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        inputs = tuple(x.contiguous() for x in (k, g, obs, obs_cov, process, evidence, cov))
+        k, g, obs, obs_cov, process, evidence, cov = inputs = tuple(
+            x.contiguous() for x in (k, g, obs, obs_cov, process, evidence, cov)
+        )
         save = any(ctx.needs_input_grad)
-        kappa, final, saved = _forward(*inputs, chunks, precision, dtype, save)
+        kappa, final, saved = _forward(
+            k, g, obs, obs_cov, process, evidence, cov, chunks, precision, dtype, save
+        )
         ctx.chunks, ctx.precision = chunks, precision
         if save:
             ctx.save_for_backward(*inputs[:6], *saved)
         return kappa, final
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(ctx.saved_tensors, *grads, ctx.chunks, ctx.precision), None, None, None)
+    @once_differentiable
+    def backward(ctx: Any, dkappa: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        grads = _backward(ctx.saved_tensors, dkappa, dfinal, ctx.chunks, ctx.precision)
+        return (*grads, None, None, None)
 
 
 def _launch(D: int) -> dict[str, int]:
@@ -538,19 +572,21 @@ def _forward(
     (N, HK, D), (H, G), C = k.shape, obs.shape[1:], chunks.size
     launch = _launch(D)
     parts, groups = D // launch["BD"], chunks.documents * H * G
-    new = k.new_empty
-    f32 = {"dtype": torch.float32}
-    kappa, final, U = new(N, H, G, D, dtype=dtype), torch.empty_like(cov), new(N, H, G, D, **f32)
-    entry = new((chunks.count, H, G, D, D) if save else (0,), **f32)
-    R = new((N, H, G, D) if save else (0,), **f32)
-    X = new((chunks.count, H, G, C, C) if save else (groups, C, C), **f32)
-    delta = new((chunks.count, H, G, C) if save else (groups, C), **f32)
-    partial = new(groups, parts, C, C, **f32)
+
+    def new(*shape: int) -> Tensor:
+        return k.new_empty(shape, dtype=torch.float32)
+
+    kappa, final, U = k.new_empty(N, H, G, D, dtype=dtype), torch.empty_like(cov), new(N, H, G, D)
+    entry = new(*((chunks.count, H, G, D, D) if save else (0,)))
+    R = new(*((N, H, G, D) if save else (0,)))
+    factors = (chunks.count, H, G) if save else (groups,)
+    X, delta = new(*factors, C, C), new(*factors, C)
+    partial = new(groups, parts, C, C)
     counters = torch.zeros(3 * groups + 1, dtype=torch.int32, device=k.device)
     # beside those that hold the covariance, one program factorises
     _forward_chain[(groups * (parts + 1 if parts > 1 else 1),)](
         k, g, obs, obs_cov, process, evidence, cov, chunks.start, chunks.stop, chunks.first,
-        kappa, final, entry, R, U, X, delta, partial, counters, counters[3 * groups :],
+        kappa, final, entry, R, U, X, delta, partial, counters,
         H=H, HK=HK, G=G, D=D, C=C, PRECISION=precision, SAVE=save, **launch,
     )  # fmt: skip
     return kappa, final, (entry, R, U, X, delta)
@@ -582,14 +618,14 @@ def _backward(
     counters = torch.zeros(2 * groups + 1, dtype=torch.int32, device=k.device)
     _backward_chain[(groups * parts,)](
         k, g, evidence, Z, dR, entry, dfinal, chunks.start, chunks.stop, chunks.first,
-        HG, dcov, trace, kept, F, partial, counters, counters[2 * groups :], **shape, **launch,
+        HG, dcov, trace, kept, F, partial, counters, **shape, **launch,
     )  # fmt: skip
     dmu = k.new_empty(chunks.count, H, G, dtype=torch.float32)
     _backward_finish[grid](
         k, g, process, evidence, R, HG, Z, dA, trace, kept, chunks.start, chunks.stop,
         dR, dk, dc, dg, dprocess, dobs_cov, dmu, **shape, BD=BD, num_warps=4, num_stages=1,
     )  # fmt: skip
-    _backward_keys[(parts, *grid)](
+    _backward_keys[(parts, chunks.count, H * G)](
         dR, entry, dk, chunks.start, chunks.stop,
         HG=H * G, D=D, C=C, BD=BD, PRECISION=precision, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -60,16 +60,22 @@ def triton_filter(
     evidence, prior = x.evidence.flatten(), x.prior_var.reshape(-1, 1)
     cov: Tensor | None = None
     if x.covariance == "dense":
+        assert x.cov is not None
         kappa, cov = dense_gains(
             k, g, obs, obs_cov, process[..., 0, 0], evidence, x.cov, chunks, precision, dtype
         )
     elif x.covariance in ("diagonal", "isotropic"):
+        assert x.cov is not None
         kappa, cov = moebius_gains(
             k, g, obs, obs_cov, process[..., 0, 0], evidence, x.cov, chunks, x.covariance == "isotropic"
         )
     else:
         wide = k.float().repeat_interleave(g.shape[1] // k.shape[1], 1)[:, :, None]  # [N,H,1,D]
-        s = prior[..., None] * wide.square().sum(-1, keepdim=True) if x.covariance == "reset" else prior[..., None]
+        s = (
+            prior[..., None] * wide.square().sum(-1, keepdim=True)
+            if x.covariance == "reset"
+            else prior[..., None]
+        )
         kappa = prior[..., None] * wide / (obs[..., None] + s)
     o, mean = memory_pass(
         q.to(dtype), k.to(dtype), kappa.to(dtype), v.to(dtype), g, x.mean, chunks,

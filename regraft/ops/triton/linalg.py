@@ -1,4 +1,4 @@
-"""Small pieces that several kernels share: decays of a chunk, a triangular factorisation, a meeting of programs."""
+"""Pieces that several kernels share: a chunk's decays, a triangular factorisation, programs that meet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accumulate(between, w):
 
 @triton.jit
 def ldl16(A):
-    """`A [16,16]` symmetric positive definite = `L diag(d) Lᵀ`: `L⁻¹` and d, by elimination beside the identity.
+    """`A [16,16]` symmetric positive definite = `L diag(d) Lᵀ`: `L⁻¹` and d, by elimination.
 
     Columns are taken apart: as vectors of 16 they live in every warp, so that no step waits for another warp.
     """
@@ -86,7 +86,7 @@ def _quarters(A, HALF: tl.constexpr):
 
 @triton.jit
 def _schur(X, d, upper_right, lower_right, PRECISION: tl.constexpr):
-    """Of the next row of blocks, L, and what is left of the lower right block, which is to be factorised next."""
+    """The lower left block of L, and what is left of the lower right one to be factorised."""
     U = tl.dot(X, upper_right, input_precision=PRECISION)
     L = tl.trans(U / d[:, None])
     return L, lower_right - tl.dot(L, U, input_precision=PRECISION)
@@ -130,14 +130,14 @@ def ldl(A, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def arrive(counter):
-    """Say that everything this program wrote so far may be read by whoever waits for `counter`, zero at launch."""
+    """Say that what this program wrote may be read by whoever waits for `counter`, zero at launch."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def wait(counter, arrivals):
-    """Until so many programs have arrived. They must have begun: programs take their work in order of tickets."""
+    """Until so many programs have arrived. All of them must have begun: work is taken in order of tickets."""
     while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < arrivals:
         pass
     tl.debug_barrier()
