@@ -7,6 +7,7 @@ Heavy imports happen inside the verbs. Exit codes: 0 done, 1 unexpected, 2 a mis
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -436,6 +437,8 @@ def _stop(error: Exception, lines: list[str], code: int, where: str) -> None:
 
 
 def _err(text: Text) -> None:
+    if os.environ.get("RANK", "0") != "0":  # of several processes one speaks
+        return
     Console(stderr=True).print(text, soft_wrap=True)  # never breaks a path at the edge of the screen
 
 

@@ -149,7 +149,8 @@ def stage_cost(
         lora: adapters, if the recipe has any.
         dtype: number format of matrix products; weights are float32.
     """
-    rows = min(stage.micro_batch or stage.rows_at(0), stage.rows_at(0))
+    whole = max(rows for _, rows in stage.segments)
+    rows = min(stage.micro_batch or whole, whole)
     return _cost(
         stage.losses,
         stage.train,

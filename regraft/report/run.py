@@ -12,14 +12,14 @@ from rich.console import Console
 from regraft.convert import load_model, load_tokenizer, open_checkpoint
 from regraft.distill.run import CONTROL, EXPORT, RECIPE
 from regraft.errors import UserError
-from regraft.files import hash_directory, refuse_existing
+from regraft.files import hash_directory, refuse_existing, user_cache
 from regraft.layers import RegraftForCausalLM
 from regraft.recipes import load_recipe
 from regraft.recipes.schema import Recipe
 from regraft.report.niah import Entrant, Record, evaluate, progress_bar
 from regraft.report.perplexity import measure
 from regraft.report.report import terminal_table, write_report
-from regraft.report.shelf import Shelf, user_cache
+from regraft.report.shelf import Shelf
 
 MIN_COLUMNS = 100  # what the table needs; off a terminal rich takes 80 and would break names into letters
 STUDENT, FINISHED = "student", "evaluated"

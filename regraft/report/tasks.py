@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from regraft.assets.haystack import Haystack
 from regraft.assets.needles import ALL_TASKS, GENERATOR_VERSION, NeedleDocument, make_document
 from regraft.errors import UserError
-from regraft.report.shelf import Shelf, user_cache
+from regraft.files import user_cache
+from regraft.report.shelf import Shelf
 
 Cell = tuple[str, int]  # (task, length)
 TASK_DIR = Path(__file__).parent / "lm_eval_tasks"  # for `lm_eval run --include_path`
