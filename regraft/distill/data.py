@@ -102,9 +102,7 @@ class RowStream:
         self._source = open_source(data.source, f"{data.seed}", tokenizer, data.seq_len)
         self._ids: list[int] = []
         self._opened = self._used = 0
-        self.ledger: dict[str, Any] = {
-            "read": 0, "trained": 0, "dropped": {"single": 0}, "padding": 0, "sources": {}
-        }  # fmt: skip
+        self.begin_ledger()
 
     def take(self, rows: int, tokens: int | None = None) -> Rows:
         """The next rows.
