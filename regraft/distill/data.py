@@ -136,20 +136,23 @@ class RowStream:
         """Tokens of the whole data set, where it is one that ends and is no mixture."""
         return self._source.tokens
 
-    def state(self) -> dict[str, Any]:
-        """Position in the data: documents opened, tokens used of the last one, and the ledger."""
-        return {"documents": self._opened, "used": self._used, "ledger": copy.deepcopy(self.ledger)}
+    def state(self) -> dict[str, int]:
+        """Position in the data: documents opened, and tokens used of the last one."""
+        return {"documents": self._opened, "used": self._used}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go to a position that `state` gave."""
+    def restore(self, state: dict[str, int], ledger: dict[str, Any] | None = None) -> None:
+        """Go to a position that `state` gave, with the ledger of then or a new one."""
         self._opened, self._used = state["documents"], state["used"]
         self._ids = self._source.document(self._opened - 1).ids if self._opened else []
-        self.ledger = copy.deepcopy(state["ledger"])
+        self.begin_ledger()
+        self.ledger.update(copy.deepcopy(ledger or {}))
 
     def begin_ledger(self) -> None:
         """Count from here on; what is left of the open document is read now."""
-        self.ledger: dict[str, Any] = {"trained": 0, "dropped": {"single": 0}, "padding": 0, "sources": {}}
-        self.ledger["read"] = len(self._ids) - self._used
+        rest = len(self._ids) - self._used
+        self.ledger: dict[str, Any] = {
+            "read": rest, "trained": 0, "dropped": {"single": 0}, "padding": 0, "sources": {}
+        }  # fmt: skip
 
     def closed_ledger(self) -> dict[str, Any]:
         """The ledger at the end of a run: the rest of the open document counts as dropped."""

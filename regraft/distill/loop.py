@@ -96,7 +96,7 @@ class Loop:
         found = checkpoint.existing(self.checkpoints)
         state = checkpoint.read_state(found[-1]) if found else {}
         if found:
-            self.stream.restore(state["data"])
+            self.stream.restore(state["data"], state["ledger"])
             self.at = Progressed(**state["at"])
             checkpoint.restore_parameters(found[-1], self.student)
             self._optimizer_from = found[-1]
@@ -173,7 +173,7 @@ class _Run:
     def run(self) -> None:
         while self.done < self.stage.tokens:
             began = time.monotonic()
-            before = copy.deepcopy(self.at), self.stream.state()
+            before = copy.deepcopy((self.at, self.stream.state(), self.stream.ledger))
             rows = self.stream.take(*self.stage.next_step(self.done))
             line = self._step(rows)
             if not math.isfinite(line["loss"] + line["grad_norm"]):
@@ -270,6 +270,7 @@ class _Run:
         state = {
             "at": asdict(at),
             "data": self.stream.state(),
+            "ledger": self.stream.ledger,
             "stage": self.stage.name,
             "ends_stage": self.done == self.stage.tokens,
             "loss": mean,
@@ -297,12 +298,12 @@ class _Run:
             reason = f"step {self.at.step} cannot be written: {error.strerror or error}."
             raise UserError(self.loop.folder, reason, f"make room, then {self._go_on()}") from error
 
-    def _give_up(self, line: dict[str, float], at: Progressed, data: dict[str, Any]) -> None:
+    def _give_up(self, line: dict[str, float], at: Progressed, data: Any, ledger: Any) -> None:
         """End at a loss that is no number: save the state before that step."""
         bad = [name for name, value in line.items() if not math.isfinite(value)]
         number = at.step + 1
         vars(self.at).update(vars(at))
-        self.stream.restore(data)
+        self.stream.restore(data, ledger)
         if at.tokens > self.first and all(bool(whole(p).isfinite().all()) for p in self._parameters()):
             self._save()
         reason = f"step {number} of stage {self.stage.name}: {', '.join(bad)} is no number."

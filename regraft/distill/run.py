@@ -202,7 +202,6 @@ def _train(
     )
     if (parent := read_manifest(out).get("parent")) is not None:
         stream.restore(parent["data"])
-        stream.begin_ledger()
         loop.at.data_sha256 = parent["data_sha256"]
     if stream.tokens_per_pass is not None and stream.tokens_per_pass < loop.total:
         console.print(
