@@ -8,7 +8,7 @@ The shape of the published 340M checkpoints with random weights, four layers con
 rows of 2,048 random tokens, through the training loop itself: phase `match` (layer NMSE, evidence from 0 to
 1), then phase `joint` (forward KL and boundary MSE). The global batch is the same for any number of
 processes, so the loss curves are to agree. Speed is the median of a phase's steps after the first three.
-Model FLOPs are counted by the formula of `flops_per_token`. Needs torch, triton, transformers, accelerate,
+FLOPs are those that manifests count, recomputation left out. Needs torch, triton, transformers, accelerate,
 pydantic, rich; flash-linear-attention's kernels are used where they are installed.
 """
 
@@ -30,6 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from regraft.distill.cost import stage_cost
 from regraft.distill.data import Rows
 from regraft.distill.engine import Engine
 from regraft.distill.loop import Loop
@@ -154,13 +155,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     for stage in plan:
         mine = [x for x in lines if x["stage"] == stage.name]
         speed = statistics.median(x["tokens_per_second"] for x in mine[min(WARM, len(mine) - 1) :])
-        flops = flops_per_token(teacher.config, stage.name, args.noise_groups)
+        cost = stage_cost(
+            stage, student.config, teacher.config, LAYERS, seq_len=args.seq_len, dtype=torch.bfloat16
+        )
         alone = teacher_seconds(teacher, args, stage.name, engine.device) / engine.world
         found["phases"][stage.name] = {
             "tokens_per_second": round(speed),
             "first_step_seconds": round(args.rows * args.seq_len / mine[0]["tokens_per_second"], 1),
-            "model_gflops_per_token": round(flops / 1e9, 3),
-            "mfu": round(flops * speed / PEAK / engine.world, 4),
+            "gflops_per_token": round(cost.flops / 1e9, 3),
+            "gflops_per_token_of_teacher": round(cost.teacher_flops / 1e9, 3),
+            "mfu": round(cost.flops * speed / PEAK / engine.world, 4),
             "teacher_share_of_time": round(alone / (args.rows * args.seq_len / speed), 3),
             "peak_memory_gb": max(x["memory_gb"] for x in mine),
         }
@@ -196,27 +200,6 @@ def timed(work: Callable[[], None], device: torch.device) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:])
-
-
-def flops_per_token(config: RegraftConfig, phase: str, groups: int) -> float:
-    """Model FLOPs of a token in a phase: what has to be computed, recomputation not counted.
-
-    A matrix of n numbers costs 2n forward, 2n for its input's gradient, 2n for its own. Per token and head
-    the memory costs 6DV forward and a dense covariance 4D²G more; backward twice that.
-    """
-    d, inner, H, D = config.hidden_size, config.intermediate_size, config.num_heads, config.head_dim
-    V = config.value_dim
-    maps = 2 * (2 * d * H * D + 3 * d * H * V + 2 * d * H)  # q, k, v, gate, output, decay and write strength
-    memory, covariance = 6 * H * D * V, 4 * H * D * D * groups
-    mlp, head = 2 * 3 * d * inner, 2 * d * config.vocab_size
-    gdn, bayesian = maps + memory, maps + memory + covariance
-    blocks, converted, first = config.num_hidden_layers, len(LAYERS), LAYERS[0]
-    teacher = (LAYERS[-1] + 1) * (gdn + mlp)
-    if phase == "match":  # mixers alone, on the teacher's inputs, which need no gradient
-        return teacher + converted * (bayesian + maps + 2 * (memory + covariance))
-    own = (blocks - first) * (gdn + mlp) + converted * covariance
-    inputs = own + (blocks - first) * memory + converted * covariance  # the memory's backward counts twice
-    return teacher + head + own + inputs + converted * maps + 2 * head
 
 
 def machine(engine: Engine) -> dict[str, Any]:
