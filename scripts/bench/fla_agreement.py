@@ -117,7 +117,7 @@ def finish(processes: list[subprocess.Popen[bytes]], until: float) -> None:
 
 def spawn(what: str, folder: Path, result: Path, configs: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, "--out", str(result.parent), "--configs", str(configs)]
-    environment = os.environ | {"TRITON_CACHE_AUTOTUNING": "1", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"TRITON_CACHE_AUTOTUNING": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if what == "float32":
         environment["TRITON_F32_DEFAULT"] = "tf32x3"
