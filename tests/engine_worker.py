@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loops import LAYERS, make_loop, outcome, same
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from regraft.distill.stage import Stage
 from regraft.distill.trainable import shares_prefix, trainable_names
 from regraft.recipes.schema import BoundaryMSE, CrossEntropy, ForwardKL, LayerNMSE, Optimiser
 
-LAYERS = (1, 2)
 LOSSES = {
     "layers": (LayerNMSE(),),
     "joint": (ForwardKL(), BoundaryMSE(weight=0.3), CrossEntropy(weight=0.1)),
@@ -73,9 +73,46 @@ def gradients(folder: Path, job: dict[str, Any], engine: Engine) -> dict[str, Te
     return result | {f"loss.{n}": torch.tensor(v, dtype=torch.float64) for n, v in found.items()}
 
 
+class Died(Exception):
+    """A process that went away; the loop knows nothing of it and saves nothing."""
+
+
+def straight_and_resumed(models: Path, folder: Path, sharded: bool) -> None:
+    """A run in one go equals, bit for bit, one that died in step 5 and was resumed."""
+
+    def loop(name: str) -> Loop:
+        return make_loop(models, folder / name, engine=Engine(student_sharded=sharded))
+
+    straight = loop("straight")
+    straight.run()
+    original = _Run._backward
+
+    def dies(self: _Run, rows: Rows) -> dict[str, float]:
+        if self.at.step == 4:
+            raise Died
+        return original(self, rows)
+
+    _Run._backward = dies  # type: ignore[method-assign]
+    try:
+        loop("died").run()
+        raise AssertionError("it should have died")
+    except Died:
+        pass
+    finally:
+        _Run._backward = original  # type: ignore[method-assign]
+    resumed = loop("died")
+    assert resumed.resume() and resumed.at.step == 4
+    resumed.run()
+    assert resumed.at.step > 11
+    assert same(outcome(resumed), outcome(straight))
+
+
 def main(job_file: str) -> None:
     """Do every job of a file and write `N.safetensors` beside it."""
     todo = json.loads(Path(job_file).read_text())
+    for sharded in (False, True):
+        folder = Path(job_file).parent / f"sharded-{sharded}"
+        straight_and_resumed(Path(todo["models"]), folder, sharded)
     for number, job in enumerate(todo["jobs"]):
         engine = Engine(**job["engine"])
         assert engine.world == 2

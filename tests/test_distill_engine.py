@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from engine_worker import LAYERS, gradients
-from folders import write_teacher
+from engine_worker import gradients
+from loops import make_loop, outcome, write_models
 from safetensors.torch import load_file
 
 import regraft
-from regraft.convert import make_student
-from regraft.convert.convert import write_student
+from regraft.distill import checkpoint
 from regraft.distill.engine import Engine
 
 RAGGED = [[9], [2], [12], [5], [7]]
@@ -31,12 +31,7 @@ SPLITS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A folder with a teacher and its student."""
-    folder = tmp_path_factory.mktemp("engine")
-    teacher = write_teacher(folder / "teacher")
-    (folder / "student").mkdir()
-    write_student(make_student(str(teacher), list(LAYERS)), folder / "student")
-    return folder
+    return write_models(tmp_path_factory.mktemp("engine"))
 
 
 def job(losses="joint", rows=RAGGED, train="all", engine=None, micro_batch=None):
@@ -67,7 +62,8 @@ def test_gradients_do_not_depend_on_micro_batches_or_recomputation(models, losse
 
 
 @pytest.mark.slow
-def test_gradients_do_not_depend_on_the_number_of_processes(models, tmp_path):
+def test_two_processes(models, tmp_path):
+    """The gradients of one; a run that died goes on bit for bit, and in one process to the same losses."""
     engines = [
         ({}, 2),
         ({"student_sharded": True}, None),
@@ -89,3 +85,19 @@ def test_gradients_do_not_depend_on_the_number_of_processes(models, tmp_path):
     single = [here(models, job(*case)) for case in cases]
     for number in range(len(jobs)):
         agree(load_file(tmp_path / f"{number}.safetensors"), single[number // len(engines)])
+    alone = make_loop(models, tmp_path / "alone")
+    alone.run()
+    for name in ("sharded-False", "sharded-True"):
+        shutil.rmtree(tmp_path / name / "straight" / "checkpoints" / max_step(tmp_path / name / "straight"))
+        rest = make_loop(models, tmp_path / name / "straight")  # one process goes on where two were
+        assert rest.resume() and 0 < rest.at.step < alone.at.step
+        rest.run()
+        (_, lines, ledger), (_, expected, whole) = outcome(rest), outcome(alone)
+        assert ledger == whole and [x["rows"] for x in lines] == [x["rows"] for x in expected]
+        for a, b in zip(lines, expected, strict=True):
+            assert abs(a["loss"] - b["loss"]) < 1e-3 * b["loss"]
+
+
+def max_step(run):
+    """Name of a run's newest checkpoint."""
+    return checkpoint.existing(run / "checkpoints")[-1].name

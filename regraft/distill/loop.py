@@ -307,9 +307,8 @@ class _Run:
         if at.tokens > self.first and all(bool(whole(p).isfinite().all()) for p in self._parameters()):
             self._save()
         reason = f"step {number} of stage {self.stage.name}: {', '.join(bad)} is no number."
-        raise UserError(
-            self.loop.folder, reason, f"lower the learning rate or clip, or start anew; {self._go_on()}"
-        )
+        fix = f"lower lr or clip in a new run; {self._go_on()}"
+        raise UserError(self.loop.folder, reason, fix)
 
     def _parameters(self) -> list[Tensor]:
         return [p.detach() for group in self.optimizer.param_groups for p in group["params"]]

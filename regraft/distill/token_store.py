@@ -131,7 +131,7 @@ def token_file(path: Path, dtype: str, framing: Framing) -> TokenStore:
     try:
         raw = np.dtype(dtype).newbyteorder("<")
         ids = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, raw, mode="r")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EOFError) as error:
         raise UserError(path, f"cannot be read: {error}.", "check the file and its dtype.") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         reason = f"holds {ids.dtype} of {ids.ndim} axes, not one axis of integers."
