@@ -392,12 +392,23 @@ def recipes_copy(
 
 
 @recipes.command("validate", epilog="Example: regraft recipes validate mine.yaml --set seed=1")
-def recipes_validate(recipe: RecipeName, set_: Overrides = None) -> None:
-    """Check a recipe: every key, type and range; lists all problems at once."""
+def recipes_validate(
+    recipe: RecipeName,
+    set_: Overrides = None,
+    keys_only: Annotated[
+        bool, typer.Option("--keys-only", help="Keys, types and ranges alone; opens nothing but the recipe.")
+    ] = False,
+) -> None:
+    """Check a recipe as far as it goes without training: keys, teacher, tokenizer, data, losses, memory."""
     from regraft.recipes import load_recipe
 
-    phases = load_recipe(recipe, set_ or ()).phases
-    stretches = ", ".join(f"{phase.name} {phase.tokens:,} tokens" for phase in phases)
+    loaded = load_recipe(recipe, set_ or ())
+    if not keys_only:
+        from regraft.distill.validate import validate
+
+        for line in validate(loaded):
+            typer.echo(line)
+    stretches = ", ".join(f"{phase.name} {phase.tokens:,} tokens" for phase in loaded.phases)
     typer.echo(f"{recipe}: valid ({stretches})")
 
 
