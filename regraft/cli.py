@@ -276,11 +276,19 @@ def distill(
 
 
 @app.command(epilog="Example: regraft control runs/demo")
-def control(run: RunDir, resume: Resume = False, overwrite: Overwrite = False) -> None:
+def control(
+    run: RunDir,
+    match: Annotated[
+        Literal["tokens", "flops"],
+        typer.Option(help="What is equal: tokens, or FLOPs, the teacher's of the distillation included."),
+    ] = "tokens",
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+) -> None:
     """Train the matched control: the teacher's own layers on the run's tokens, in the run's order."""
     from regraft.distill import control as train
 
-    train(run, resume=resume, overwrite=overwrite)
+    train(run, match=match, resume=resume, overwrite=overwrite)
 
 
 @app.command(epilog="Example: regraft report runs/demo --set report.niah.samples=5")

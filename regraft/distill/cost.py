@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from regraft.convert.load import DTYPES
+from regraft.distill import engine
 from regraft.distill.adapters import add_adapters
 from regraft.distill.data import Rows
 from regraft.distill.losses import Objective, needs_teacher
@@ -41,8 +42,8 @@ SHRINKS = {
     TEACHER: "a smaller teacher.model",
     STUDENT: "a smaller teacher.model",
     MOMENTS: "phases.N.train",
-    MIXERS: "phases.N.micro_batch, convert.noise_groups",
-    FEED_FORWARD: "phases.N.micro_batch",
+    MIXERS: "engine.recompute, phases.N.micro_batch, convert.noise_groups",
+    FEED_FORWARD: "engine.recompute, phases.N.micro_batch",
     RESIDUAL: "phases.N.micro_batch",
     BACKWARD: "phases.N.micro_batch",
     LOGITS: "phases.N.logit_chunk",
@@ -88,6 +89,7 @@ def stage_costs(
         "seq_len": recipe.data.seq_len,
         "lora": recipe.lora,
         "dtype": DTYPES[recipe.teacher.dtype],
+        "recompute": recipe.engine.recompute,
     }
     return {stage.name: stage_cost(stage, student, teacher, layers, **settings) for stage in stages}
 
@@ -138,6 +140,7 @@ def stage_cost(
     seq_len: int,
     lora: LoRA | None = None,
     dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
 ) -> Cost:
     """FLOPs a token and memory of a stage.
 
@@ -148,6 +151,7 @@ def stage_cost(
         seq_len: tokens of a row.
         lora: adapters, if the recipe has any.
         dtype: number format of matrix products; weights are float32.
+        recompute: as the recipe's `engine` has it.
     """
     whole = max(rows for _, rows in stage.segments)
     rows = min(stage.micro_batch or whole, whole)
@@ -163,6 +167,7 @@ def stage_cost(
         min(seq_len, SAMPLE),
         lora,
         dtype,
+        recompute,
     )
 
 
@@ -179,6 +184,7 @@ def _cost(
     length: int,
     lora: LoRA | None,
     dtype: torch.dtype,
+    recompute: bool,
 ) -> Cost:
     with FakeTensorMode():
         model = _model(student, lora, layers)
@@ -189,6 +195,8 @@ def _cost(
         for name, p in model.named_parameters():
             p.requires_grad_(name in names)
             p.grad = torch.zeros_like(p) if name in names else None  # from the micro-batch before
+        if recompute:
+            engine.recompute(model)
         shared = reference is not None and not any(name.startswith(prefix_of(layers)) for name in names)
         ids = torch.zeros(rows, length, dtype=torch.long)
         real, first = (torch.full_like(ids, value, dtype=torch.bool) for value in (True, False))

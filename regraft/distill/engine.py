@@ -105,7 +105,7 @@ class Engine:
         student.to(self.device)
         step = Step(student, teacher)
         if self.recompute:
-            _recompute(student)
+            recompute(student)
         if teacher is not None:
             teacher.to(self.device).requires_grad_(False)
             if self.teacher_sharded:
@@ -205,7 +205,8 @@ def _own_tensors(model: nn.Module) -> None:
                 module._parameters[name] = done[id(p)]
 
 
-def _recompute(model: nn.Module) -> None:
+def recompute(model: nn.Module) -> None:
+    """Keep no activations inside mixers and MLPs; `release` undoes it."""
     for module in model.modules():
         if isinstance(module, (Mixer, MLP)):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from regraft.convert import export_model, load_model, load_tokenizer, make_stude
 from regraft.convert.convert import cast_model, write_student
 from regraft.convert.load import DTYPES
 from regraft.distill.adapters import add_adapters, merge_adapters
+from regraft.distill.compare import check_same_rows, cost_table, side_by_side, tokens_of_equal_flops
 from regraft.distill.cost import free_memory, memory_line, spent, stage_costs
 from regraft.distill.data import RowStream
 from regraft.distill.engine import Engine, release, unshard
@@ -41,7 +42,7 @@ from regraft.files import (
     write_json,
     write_text,
 )
-from regraft.layers import RegraftForCausalLM
+from regraft.layers import RegraftConfig, RegraftForCausalLM
 from regraft.recipes import dump_recipe, load_recipe
 from regraft.recipes.schema import Recipe
 
@@ -86,8 +87,13 @@ def distill(
     _train(recipe, out, student, teacher, tuple(manifest["layers"]), stages, resume, engine, console)
 
 
-def control(run: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+def control(run: Path, *, match: str = "tokens", resume: bool = False, overwrite: bool = False) -> None:
     """Train the matched control of a run: the teacher's own layers, the run's rows in the run's order.
+
+    Args:
+        run: a finished run directory.
+        match: what is equal: `tokens`, or `flops`, the teacher's forward passes included.
+        resume, overwrite: as in `distill`.
 
     Raises:
         UserError: `run` is no finished run, or its control exists.
@@ -99,14 +105,17 @@ def control(run: Path, *, resume: bool = False, overwrite: bool = False) -> None
     console = Console(quiet=not engine.main)
     out = run / CONTROL
     layers = tuple(parent["layers"])
-    if not (resume and (out / MANIFEST).is_file()):
-        engine.once(partial(_begin_control, recipe, out, overwrite, parent))
     model = load_model(recipe.teacher.model, revision=recipe.teacher.revision)
-    stages = control_stages(recipe, read_manifest(out)["phases"])
-    done = _train(recipe, out, model, None, layers, stages, resume, engine, console)
-    theirs = parent.get("finished", {}).get("data_sha256")
-    if theirs not in (None, done.data_sha256):
-        raise UserError(run, "the control saw other rows than the student.", "restore the run's data files.")
+    if not (resume and (out / MANIFEST).is_file()):
+        engine.once(partial(_begin_control, recipe, out, overwrite, parent, match, model.config))
+    manifest = read_manifest(out)
+    if manifest["match"] != match:
+        fix = f"resume with --match {manifest['match']}, or begin anew with --overwrite."
+        raise UserError(out, f"was begun with --match {manifest['match']}.", fix)
+    stages = control_stages(recipe, manifest["phases"], manifest["tokens"])
+    _train(recipe, out, model, None, layers, stages, resume, engine, console)
+    check_same_rows(run)
+    console.print(cost_table(side_by_side(run)))
 
 
 def _begin(
@@ -151,10 +160,25 @@ def _begin(
     )
 
 
-def _begin_control(recipe: Recipe, out: Path, overwrite: bool, parent: dict[str, Any]) -> None:
+def _begin_control(
+    recipe: Recipe, out: Path, overwrite: bool, parent: dict[str, Any], match: str, config: RegraftConfig
+) -> None:
     """Make the control's directory in one piece."""
+    if "finished" not in parent:
+        raise UserError(out.parent, "is not finished.", "bring it to its end with --resume.")
     phases = [*(parent["parent"] or {}).get("phases", ()), *parent["phases"]]
-    manifest = {**_origin(recipe), "kind": "control", "layers": parent["layers"], "phases": phases}
+    tokens = None
+    if match == "flops":
+        costs = stage_costs(control_stages(recipe, phases), config, None, tuple(parent["layers"]), recipe)
+        tokens = tokens_of_equal_flops(parent, costs["control"])
+    manifest = {
+        **_origin(recipe),
+        "kind": "control",
+        "layers": parent["layers"],
+        "phases": phases,
+        "match": match,
+        "tokens": tokens,
+    }
     with atomic_directory(out, overwrite) as folder:
         write_json(folder / MANIFEST, manifest)
         write_text(folder / RECIPE, dump_recipe(recipe))

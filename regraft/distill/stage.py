@@ -92,9 +92,21 @@ def phase_stages(recipe: Recipe) -> list[Stage]:
     ]
 
 
-def control_stages(recipe: Recipe, names: Sequence[str] | None = None) -> list[Stage]:
-    """The matched control: one stage over the rows of these phases (all), with cross-entropy."""
+def control_stages(
+    recipe: Recipe, names: Sequence[str] | None = None, tokens: int | None = None
+) -> list[Stage]:
+    """The matched control: one stage over the rows of these phases (all), with cross-entropy.
+
+    With `tokens` it is cut short there, or goes on so far with steps like the last.
+    """
     phases = [stage for stage in phase_stages(recipe) if names is None or stage.name in names]
+    segments = [segment for stage in phases for segment in stage.segments]
+    if tokens is not None:
+        left, cut = tokens, []
+        for most, rows in segments:
+            cut.append((min(most, left), rows))
+            left -= cut[-1][0]
+        segments = [segment for segment in (*cut, (left, segments[-1][1])) if segment[0]]
     return [
         Stage(
             name="control",
@@ -102,7 +114,7 @@ def control_stages(recipe: Recipe, names: Sequence[str] | None = None) -> list[S
             train=phases[-1].train,
             lr=recipe.control.lr,
             optimiser=recipe.control,
-            segments=tuple(segment for stage in phases for segment in stage.segments),
+            segments=tuple(segments),
             micro_batch=phases[-1].micro_batch,
             logit_chunk=phases[-1].logit_chunk,
             evidence=None,

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from regraft.convert import load_model, load_tokenizer, open_checkpoint
+from regraft.distill.compare import cost_table, side_by_side
 from regraft.distill.run import CONTROL, EXPORT, RECIPE
 from regraft.errors import UserError
 from regraft.files import hash_directory, refuse_existing, user_cache
@@ -89,6 +90,8 @@ def report_run(
     )  # fmt: skip
     table = terminal_table(records, student=student, baseline=baseline if len(places) > 1 else None)
     console.print(table)
+    if run is not None and (both := side_by_side(run)):
+        console.print(cost_table(both))
     for name in ("html", "markdown", "json", "heatmap"):
         console.print(f"{name}: {paths[name]}", soft_wrap=True)
     if run is not None:
