@@ -147,7 +147,7 @@ def test_a_gradient_that_does_not_vanish_is_caught(pair, monkeypatch):
 
     right = divergence.forward_kl
     monkeypatch.setattr(divergence, "forward_kl", wrong)
-    with pytest.raises(UserError, match="forward_kl is 0 where student and teacher are one; gradient to"):
+    with pytest.raises(UserError, match="forward_kl is 0 where student and teacher are one; gradient up to"):
         preflight(*pair, stages(), LAYERS)
 
 
