@@ -1,11 +1,14 @@
 """Twenty steps of each shipped recipe, shrunk: losses that change only when the training does.
 
-Written by `python tests/test_distill_goldens.py`; the tolerance covers other CPUs and versions of torch.
+Written by `python tests/test_distill_goldens.py`. Tolerances are several times what another instruction set
+(SSE instead of AVX) changes: rounding grows in AdamW's first steps, where a gradient near 0 counts as a whole
+one, on single rows more than in the median, and with the learning rate. The demo's notices a rate 5 % higher.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -18,8 +21,10 @@ from regraft.distill import distill
 from regraft.recipes import load_recipe, shipped
 
 GOLDENS = Path(__file__).parent / "goldens.json"
-KEPT = ("step", "stage", "tokens", "rows", "evidence", "loss", "layer_nmse", "forward_kl", "boundary_mse")
-RTOL = 1e-3
+LOSSES = ("loss", "layer_nmse", "forward_kl", "boundary_mse")
+KEPT = ("step", "stage", "tokens", "rows", "evidence", *LOSSES)
+MEDIAN = {"demo": 2e-4, "kdn": 2e-4, "lora": 1e-2, "one-gpu": 3e-3, "paper-340m": 5e-3}  # relative
+WORST = 0.06
 
 
 def shrunk(name: str, folder: Path):
@@ -57,11 +62,16 @@ def test_twenty_steps_are_those_of_before(name, folder):
     expected = json.loads(GOLDENS.read_text())[name]
     found = losses(name, folder)
     assert len(found) == len(expected) == 20
+    apart = []
     for line, golden in zip(found, expected, strict=True):
         assert line.keys() == golden.keys()
         for key, value in golden.items():
-            same = value if isinstance(value, str) else pytest.approx(value, rel=RTOL, abs=1e-8)
-            assert line[key] == same, (line["step"], key)
+            if key in LOSSES:
+                apart.append(abs(line[key] - value) / value)
+                assert apart[-1] < WORST, (line["step"], key)
+            else:
+                assert line[key] == pytest.approx(value) if key == "evidence" else line[key] == value
+    assert statistics.median(apart) < MEDIAN[name]
 
 
 def main() -> None:
