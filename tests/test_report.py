@@ -22,14 +22,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import regraft
 from regraft.assets import austen, teacher_dir
 from regraft.assets.haystack import Haystack
 from regraft.assets.needles import ALL_TASKS, GENERATOR_VERSION, TASKS, answer_text
 from regraft.errors import UserError
-from regraft.layers import RegraftConfig, RegraftForCausalLM
 from regraft.report.generate import Prompt, _shared, answer
 from regraft.report.lm import AnswersComplete, NeedleLM
 from regraft.report.niah import Entrant, evaluate
@@ -61,11 +60,6 @@ class FakeLM(LM):
 def recent(characters: int) -> Callable[[str], str]:
     """Every value within the last `characters` of the input: a model that forgets all else."""
     return lambda text: " " + ", ".join(re.findall(r"is: ([0-9a-f-]+)\.", text[-characters:])) + "."
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(teacher_dir())
 
 
 @pytest.fixture(scope="module")
@@ -178,18 +172,6 @@ def test_a_value_is_complete_only_once_the_text_goes_on():
     assert complete("6161", " 6161.")
     assert not complete("6161", " 61610 ")
     assert complete("6161", " 6161 6161")
-
-
-@pytest.fixture(scope="module")
-def tiny(tokenizer) -> RegraftForCausalLM:
-    torch.manual_seed(0)
-    config = RegraftConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_heads=2, head_dim=16,
-        mixers=[{"kind": "gated_deltanet"}, {"kind": "bayesian", "noise_groups": 2}],
-    )  # fmt: skip
-    model = RegraftForCausalLM(config).eval()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return model
 
 
 def test_a_transformers_model_gives_the_same_records_at_any_batch_size(tiny, tokenizer):

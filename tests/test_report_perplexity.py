@@ -11,31 +11,15 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoTokenizer
 
-from regraft.assets import austen, teacher_dir
+from regraft.assets import austen
 from regraft.errors import UserError
-from regraft.layers import RegraftConfig, RegraftForCausalLM
+from regraft.layers import RegraftForCausalLM
 from regraft.report.niah import Entrant
 from regraft.report.perplexity import buckets, measure, score_stream, stretches
 from regraft.report.perplexity_statistics import perplexity_differences, perplexity_table
 from regraft.report.shelf import Shelf
 from regraft.report.texts import texts
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(teacher_dir())
-
-
-@pytest.fixture(scope="module")
-def tiny(tokenizer) -> RegraftForCausalLM:
-    torch.manual_seed(0)
-    config = RegraftConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_heads=2, head_dim=16,
-        mixers=[{"kind": "gated_deltanet"}, {"kind": "bayesian", "noise_groups": 2}],
-    )  # fmt: skip
-    return RegraftForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from regraft.convert import load_model, load_tokenizer, open_checkpoint
+from regraft.convert.load import DTYPES
+from regraft.convert.plan import TEACHER_TYPE
 from regraft.distill.compare import cost_table, side_by_side
 from regraft.distill.run import CONTROL, EXPORT, RECIPE
 from regraft.errors import UserError
 from regraft.files import hash_directory, refuse_existing, user_cache
-from regraft.layers import RegraftForCausalLM
+from regraft.layers import RegraftConfig
 from regraft.recipes import load_recipe
 from regraft.recipes.schema import Recipe
 from regraft.report.niah import Entrant, Record, evaluate, progress_bar
@@ -131,8 +134,22 @@ def _entrant(place: str, dtype: str) -> Entrant:
     return Entrant(functools.partial(_load, place, dtype), load_tokenizer(place), f"{digest} {dtype}")
 
 
-def _load(place: str, dtype: str) -> RegraftForCausalLM:
-    return load_model(place, dtype=dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+def _load(place: str, dtype: str) -> PreTrainedModel:
+    """In our decoder where that hosts the model; any other causal LM as transformers loads it, without its code.
+
+    Raises:
+        UserError: transformers cannot load it.
+    """
+    checkpoint = open_checkpoint(place)
+    if checkpoint.config.get("model_type") in (TEACHER_TYPE, RegraftConfig.model_type):
+        model: PreTrainedModel = load_model(place, dtype=dtype)
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=DTYPES[dtype])
+        except (OSError, ValueError) as error:
+            fix = "give a causal language model that transformers loads without its own code."
+            raise UserError(checkpoint.path, f"does not load: {error}.", fix) from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
 
 
 def _evaluated(
