@@ -322,7 +322,7 @@ def report(
 
     What was evaluated before is not run again, so an interrupted report goes on where it was.
     """
-    from regraft.report import report_run
+    from regraft.report.run import report_run
 
     report_run(
         run,

@@ -23,11 +23,11 @@ from regraft.convert import export_model
 from regraft.errors import UserError
 from regraft.layers import RegraftForCausalLM
 from regraft.recipes import dump_recipe, load_recipe
-from regraft.report import report_run
 from regraft.report.inspection import Trace, _spy, calibration, inspect_student, traces
 from regraft.report.niah import Entrant, _Run, evaluate
 from regraft.report.perplexity import buckets
 from regraft.report.report import write_report
+from regraft.report.run import report_run
 from regraft.report.tasks import make_documents
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

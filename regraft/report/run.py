@@ -135,7 +135,7 @@ def _entrant(place: str, dtype: str) -> Entrant:
 
 
 def _load(place: str, dtype: str) -> PreTrainedModel:
-    """In our decoder where that hosts the model; any other causal LM as transformers loads it, without its code.
+    """In our decoder where that hosts the model; any other causal LM through transformers, without its code.
 
     Raises:
         UserError: transformers cannot load it.

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from regraft.assets.haystack import Haystack
@@ -133,6 +132,8 @@ def task_config(documents: list[NeedleDocument]) -> dict[str, Any]:
     however it is worded ("1. 1234567", a list by lines). `NeedleLM` adds the one stop that can cut nothing
     right: every value is complete.
     """
+    from datasets import Dataset  # seconds, and only lm-eval wants it
+
     first = documents[0]
     rows = [document.to_dict() for document in documents]
     own = _read_yaml(f"{first.task}.yaml")
@@ -167,7 +168,7 @@ def dataset(
     tokenizer: str | None = None,
     max_length: int | None = None,
     **_: Any,
-) -> dict[str, Dataset]:
+) -> dict[str, Any]:
     """Documents of one shipped lm-eval task, called by lm-eval with the task's and the command's metadata.
 
     Args:
@@ -178,6 +179,7 @@ def dataset(
     Raises:
         UserError: no tokenizer is named, or the model would be given less of a prompt than there is.
     """
+    from datasets import Dataset
     from transformers import AutoConfig, AutoTokenizer
 
     name = tokenizer or pretrained
