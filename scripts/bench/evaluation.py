@@ -43,6 +43,7 @@ def main() -> None:
     ap.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192])
     ap.add_argument("--samples", type=int, default=4, help="documents a task and length")
     ap.add_argument("--batch-size", type=int, default=1, help="of lm-eval; ours is 64")
+    ap.add_argument("--repeats", type=int, default=2)
     ap.add_argument("--threads", type=int, default=1)
     args = ap.parse_args()
     torch.set_num_threads(args.threads)
@@ -55,12 +56,13 @@ def main() -> None:
     answer(model, tokenizer, warm, batch_size=2)
     for length in args.lengths:
         texts, prompts = prompts_of(tokenizer, args.tasks, length, args.samples)
-        begin = clock()
-        ours = answer(model, tokenizer, prompts, batch_size=64)
-        seconds = clock() - begin
-        begin = clock()
-        other = theirs(texts, prompts)
-        longer = clock() - begin
+        seconds = longer = float("inf")
+        for _ in range(args.repeats):  # in turns, the fastest of each: others may take memory and caches
+            begin = clock()
+            ours = answer(model, tokenizer, prompts, batch_size=64)
+            seconds, begin = min(seconds, clock() - begin), clock()
+            other = theirs(texts, prompts)
+            longer = min(longer, clock() - begin)
         hits, their_hits = (
             [[found(v, t) for v in p.answers] for p, t in zip(prompts, made, strict=True)]
             for made in (ours, other)
