@@ -42,14 +42,20 @@ def text_pieces(path: Path) -> Iterator[str]:
         yield from paragraphs(lines)
 
 
-def read_text(path: Path) -> str:
-    """A text file whole.
+def read_text(path: Path, characters: int | None = None) -> str:
+    """A text file whole, or its first characters: it is then read no further than the line that has the last.
 
     Raises:
         UserError: the file cannot be read or is not UTF-8.
     """
+    parts, size = [], 0
     with _lines(path) as lines:
-        return "".join(lines)
+        for line in lines:
+            parts.append(line)
+            size += len(line)
+            if characters is not None and size >= characters:
+                break
+    return "".join(parts)[:characters]
 
 
 def json_texts(path: Path, field: str) -> Iterator[str]:

@@ -31,12 +31,13 @@ HUB_SETS = {
 }
 
 
-def texts(name: str) -> Iterator[str]:
+def texts(name: str, characters: int | None = None) -> Iterator[str]:
     """Documents of a text set, in its own order.
 
     Args:
         name: `austen`, a name in `HUB_SETS`, or a .txt, .md, .jsonl file, also as .gz, .xz or .zst; a text
             file is one document, a JSONL file has one a line under `text`.
+        characters: a text file is read so far and no further, by default to its end.
 
     Raises:
         UserError: unknown name, or what it names cannot be read.
@@ -49,7 +50,7 @@ def texts(name: str) -> Iterator[str]:
     if unpacked_suffix(path) in JSON_FILES:
         return (text for text in json_texts(path, "text") if text.strip())
     if unpacked_suffix(path) in TEXT_FILES:
-        return iter([read_text(path)])
+        return iter([read_text(path, characters)])
     known = ", ".join(["austen", *HUB_SETS])
     raise UserError(name, "is no known text set.", f"use {known}, or a .txt or .jsonl file.")
 
