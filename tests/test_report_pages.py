@@ -120,7 +120,9 @@ def test_the_page_is_whole_and_says_what_the_markdown_says(report):
     text = report["html"].read_text()
     page = Page(text)
     images = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert len(images) == 5 and all(image["alt"] for image in images)  # mean, depth, two tasks, perplexity
+    assert len(images) == 6 and all(
+        image["alt"] for image in images
+    )  # mean, depth, by task, two tasks, perplexity
     for image in images:
         kind, _, data = image["src"].partition(",")
         assert kind == "data:image/svg+xml;base64"
@@ -167,7 +169,7 @@ def test_the_page_in_a_browser(report, tmp_path):
 
     for size in ("1280,900", "500,900"):  # a screen, a narrow window
         shown = chromium("--dump-dom", f"--window-size={size}")
-        assert "<title>images 5 wide false</title>" in shown.stdout
+        assert "<title>images 6 wide false</title>" in shown.stdout
         assert "CONSOLE" not in shown.stderr
     chromium(f"--print-to-pdf={tmp_path / 'page.pdf'}")
     assert (tmp_path / "page.pdf").read_bytes()[:5] == b"%PDF-"

@@ -133,11 +133,10 @@ def _read_part(
     width = max(map(len, part))
     ids = torch.tensor([(0,) * (width - len(row)) + row for row in part], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in part], device=model.device)
-    cache = _copies(beginning, len(part))
+    cache = _copies(beginning, len(part)) or RegraftCache(model.config.num_hidden_layers)
     step = max(BLOCK, PREFILL_TOKENS.get(model.device.type, 4096) // len(part) // BLOCK * BLOCK)
     for piece, piece_mask in zip(ids.split(step, dim=1), mask.split(step, dim=1), strict=True):
-        out = model(piece, piece_mask, cache=cache, use_cache=True, logits_to_keep=1)
-        cache = out.cache
+        out = model(piece, piece_mask, cache=cache, logits_to_keep=1)
     return cache, out.logits[:, -1]
 
 

@@ -149,7 +149,7 @@ def _load(place: str, dtype: str) -> PreTrainedModel:
         except (OSError, ValueError) as error:
             fix = "give a causal language model that transformers loads without its own code."
             raise UserError(checkpoint.path, f"does not load: {error}.", fix) from error
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _evaluated(

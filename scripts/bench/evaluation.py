@@ -25,7 +25,7 @@ from regraft.layers import RegraftConfig, RegraftForCausalLM
 from regraft.report.generate import Prompt, answer
 from regraft.report.tasks import found
 
-SHAPE_340M = {
+SHAPE_340M: dict[str, Any] = {
     "hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 4, "head_dim": 256, "expand_v": 1.0,
     "intermediate_size": 2816, "vocab_size": 32000,
 }  # fmt: skip
