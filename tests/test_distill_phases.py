@@ -253,6 +253,7 @@ def test_a_control_of_equal_flops_goes_on_after_the_same_rows(tmp_path, teacher,
     assert both["control"]["flops"] == pytest.approx(both["distill"]["flops"], rel=0.1)
     assert both["control"]["tokens"] > both["distill"]["tokens"] == 512
     assert both["distill"]["flops_of_teacher"] > 0 == both["control"]["flops_of_teacher"]
+    assert json.loads((run / "control" / "manifest.json").read_text())["side_by_side"] == both
     assert "control / distill" in capsys.readouterr().out
     mine, theirs = (
         [json.loads(line)["rows"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

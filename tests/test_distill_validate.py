@@ -48,6 +48,7 @@ def test_shipped_recipes_are_valid(name, teacher):
     assert f"layers {converted} converted" in lines[0]
 
 
+@pytest.mark.slow
 def test_the_verb_prints_what_it_checked(regraft):
     code, out, _ = regraft("recipes", "validate", "demo")
     assert code == 0 and "18 of them new" in out and out.splitlines()[-1].startswith("demo: valid")

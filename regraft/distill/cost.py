@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,7 +106,11 @@ def free_memory() -> int:
     """Bytes free on the device that a run would use."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    information = Path("/proc/meminfo")
+    if information.is_file():  # what the system would free for us counts too
+        found = dict(line.split(":") for line in information.read_text().splitlines())
+        return int(found["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def spent(costs: Mapping[str, Cost], places: Mapping[str, int]) -> dict[str, Any]:

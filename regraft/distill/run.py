@@ -115,7 +115,9 @@ def control(run: Path, *, match: str = "tokens", resume: bool = False, overwrite
     stages = control_stages(recipe, manifest["phases"], manifest["tokens"])
     _train(recipe, out, model, None, layers, stages, resume, engine, console)
     check_same_rows(run)
-    console.print(cost_table(side_by_side(run)))
+    both = side_by_side(run)
+    engine.once(lambda: write_json(out / MANIFEST, {**read_manifest(out), "side_by_side": both}))
+    console.print(cost_table(both))
 
 
 def _begin(
