@@ -42,16 +42,16 @@ def write_models(folder: Path, *, tokenizer: bool = True) -> Path:
 
 
 def make_loop(models: Path, folder: Path, *, kind: str = "distill", engine: Engine | None = None,
-              **settings: Any) -> Loop:  # fmt: skip
+              evidence: Evidence | None = None, **settings: Any) -> Loop:  # fmt: skip
     """A loop at its start, 12 steps or so: match and joint, or the control of both."""
     tokens, rows = 370, 3
-    learned = Evidence(learn=True, end=0.8)
+    evidence = evidence or Evidence(learn=True, end=0.8)
 
     def stage(name: str, losses: Any, segments: Any, micro_batch: int | None, evidence: Any = None) -> Stage:
         return Stage(name, losses, "converted", 1e-2, Optimiser(), segments, micro_batch, 64, evidence)
 
     stages = [
-        stage("match", (LayerNMSE(),), ((tokens, rows),), 1, learned),
+        stage("match", (LayerNMSE(),), ((tokens, rows),), 1, evidence),
         stage("joint", (ForwardKL(), BoundaryMSE()), ((tokens, rows),), 2),
     ]
     if kind == "control":

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from folders import write_teacher
+from loops import make_loop, write_models
 
 from regraft.convert import load_model, load_tokenizer, make_student
 from regraft.distill import control, distill
@@ -16,7 +17,7 @@ from regraft.distill.stage import control_stages, phase_stages
 from regraft.distill.trainable import parameter_groups, trainable_names
 from regraft.errors import UserError
 from regraft.recipes.load import parse_recipe
-from regraft.recipes.schema import Data
+from regraft.recipes.schema import Data, Evidence
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,14 +162,14 @@ def test_the_control_moves_the_same_layers_and_nothing_else(tmp_path, recipe):
     assert moved and all(n.startswith(("model.layers.1.attn.", "model.layers.2.attn.")) for n in moved)
 
 
-def test_evidence_arrives_at_its_end_and_learned_evidence_moves(tmp_path, teacher_folder):
-    distill(make_recipe(teacher_folder), tmp_path / "schedule")
-    student = load_model(str(tmp_path / "schedule" / "export"))
-    assert torch.equal(student.model.layers[1].attn.evidence, torch.ones(2))
-    learned = make_recipe(teacher_folder, "phases.0.evidence={start: 0, end: 0.5, over: 0.5, learn: true}")
-    distill(learned, tmp_path / "learned")
-    evidence = load_model(str(tmp_path / "learned" / "export")).model.layers[1].attn.evidence
-    assert bool((evidence != 0.5).all()) and bool(((evidence - 0.5).abs() < 0.2).all())
+def test_evidence_arrives_at_its_end_and_learned_evidence_moves(tmp_path):
+    models = write_models(tmp_path)
+    for learn in (False, True):
+        loop = make_loop(models, tmp_path / str(learn), evidence=Evidence(end=0.8, learn=learn))
+        loop.run()
+        evidence = loop.student.model.layers[1].attn.evidence
+        assert bool((evidence == 0.8).all()) is not learn
+        assert bool(((evidence - 0.8).abs() < 0.2).all())
 
 
 def test_a_run_refuses_another_recipe_and_a_directory_in_use(tmp_path, recipe, teacher_folder):

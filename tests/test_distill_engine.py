@@ -43,7 +43,7 @@ def agree(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         largest = max(float(value.abs().max()), 1e-3)
-        assert float((found[name] - value).abs().max()) < 2e-5 * largest + 3e-7, name
+        assert float((found[name] - value).abs().max()) < 1e-4 * largest + 3e-7, name  # float32 sums in another order
     assert all(torch.isfinite(v).all() for v in found.values())
 
 
@@ -73,15 +73,7 @@ def test_two_processes(models, tmp_path):
     jobs = [job(*case, engine=engine, micro_batch=size) for case in cases for engine, size in engines]
     (tmp_path / "jobs.json").write_text(json.dumps({"models": str(models), "jobs": jobs}))
     worker = Path(__file__).with_name("engine_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, worker, tmp_path / "jobs.json"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(regraft.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run("torch.distributed.run", "--standalone", "--nproc-per-node", "2", worker, tmp_path / "jobs.json")
     single = [here(models, job(*case)) for case in cases]
     for number in range(len(jobs)):
         agree(load_file(tmp_path / f"{number}.safetensors"), single[number // len(engines)])
@@ -96,6 +88,43 @@ def test_two_processes(models, tmp_path):
         assert ledger == whole and [x["rows"] for x in lines] == [x["rows"] for x in expected]
         for a, b in zip(lines, expected, strict=True):
             assert abs(a["loss"] - b["loss"]) < 1e-3 * b["loss"]
+
+
+@pytest.mark.slow
+def test_both_launchers_give_one_result(models, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"""
+version: 1
+teacher: {{model: {models / "teacher"}}}
+convert: {{layers: [1, 2]}}
+data: {{source: {{kind: jsonl, path: {models / "docs.jsonl"}}}, seq_len: 24}}
+phases: [{{name: joint, losses: [{{kind: forward_kl}}], tokens: 300, batch_tokens: 72, lr: 1e-3}}]
+""")
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "regraft"]
+    accelerate = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "regraft"]
+    sharded = [x for name in ("student", "teacher") for x in ("--set", f"engine.{name}=sharded")]
+    run(*torchrun, "distill", recipe, "--out", tmp_path / "two", *sharded)
+    run(*accelerate, "distill", recipe, "--out", tmp_path / "one")
+    exports = [load_file(tmp_path / name / "export" / "model.safetensors") for name in ("one", "two")]
+    assert exports[0].keys() == exports[1].keys()
+    assert all(torch.allclose(p, exports[1][n], rtol=1e-3, atol=1e-5) for n, p in exports[0].items())
+    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")]
+    assert [m["finished"]["processes"] for m in manifests] == [1, 2]
+    for key in ("data_sha256", "tokens", "steps", "ledger"):
+        assert manifests[0]["finished"][key] == manifests[1]["finished"][key]
+
+
+def run(*arguments):
+    """`python -m` with these arguments, which has to end well."""
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(regraft.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def max_step(run):

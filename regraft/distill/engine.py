@@ -176,9 +176,14 @@ def like(x: Tensor, model: Tensor) -> Tensor:
 
 
 def unshard(model: nn.Module) -> None:
-    """Put whole parameters back in place of cut ones, so that the model can be saved or run by itself."""
+    """Put whole parameters back in place of cut ones and take FSDP2 off, so that the model can be saved or
+    run by itself."""
     done: dict[int, nn.Parameter] = {}
     for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.__class__ = next(c for c in type(module).__bases__ if c is not FSDPModule)
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
         for name, p in list(module._parameters.items()):
             if isinstance(p, DTensor):
                 if id(p) not in done:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -42,15 +43,12 @@ class Metrics:
         folder: the run's.
         step: steps done before.
         wandb: send the numbers to Weights & Biases too, under the folder's name.
-
-    Raises:
-        UserError: wandb is asked for and not installed.
     """
 
     def __init__(self, folder: Path, step: int, *, wandb: bool = False) -> None:
         self._file = (folder / FILE).open("a", encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", step)
-        self._wandb = _wandb(folder, step) if wandb else None
+        self._wandb = _wandb(folder) if wandb else None
 
     def write(self, line: dict[str, Any]) -> None:
         """Write one step."""
@@ -80,11 +78,19 @@ def _tensorboard(folder: Path, step: int) -> Any:
     return SummaryWriter(str(folder), purge_step=step + 1)
 
 
-def _wandb(folder: Path, step: int) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError("engine.wandb", "wandb is not installed.", "pip install wandb.") from error
+def check_wandb(wanted: bool) -> None:
+    """Before a run begins: whether what the recipe asks for is there.
+
+    Raises:
+        UserError: wandb is asked for and not installed.
+    """
+    if wanted and importlib.util.find_spec("wandb") is None:
+        raise UserError("engine.wandb", "wandb is not installed.", "pip install 'regraft[track]'.")
+
+
+def _wandb(folder: Path) -> Any:
+    import wandb
+
     name = folder.resolve().name
     return wandb.init(project="regraft", name=name, id=name, dir=str(folder), resume="allow")
 

@@ -22,6 +22,7 @@ from regraft.distill.cost import free_memory, memory_line, spent, stage_costs
 from regraft.distill.data import RowStream
 from regraft.distill.engine import Engine, release, unshard
 from regraft.distill.loop import Loop, Progressed
+from regraft.distill.metrics import check_wandb
 from regraft.distill.parent import (
     EXPORT,
     MANIFEST,
@@ -298,6 +299,7 @@ def _summary(done: Progressed, ledger: dict[str, Any], out: Path) -> str:
 
 def _engine(recipe: Recipe) -> Engine:
     settings = recipe.engine
+    check_wandb(settings.wandb)
     return Engine(
         student_sharded=settings.student == "sharded",
         teacher_sharded=settings.teacher == "sharded",
