@@ -43,7 +43,8 @@ def agree(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         largest = max(float(value.abs().max()), 1e-3)
-        assert float((found[name] - value).abs().max()) < 1e-4 * largest + 3e-7, name  # float32 sums in another order
+        # float32 sums in another order
+        assert float((found[name] - value).abs().max()) < 1e-4 * largest + 3e-7, name
     assert all(torch.isfinite(v).all() for v in found.values())
 
 
