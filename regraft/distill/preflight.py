@@ -82,7 +82,7 @@ def _leaves_its_teacher(
 
 def _made_up(model: RegraftForCausalLM) -> Rows:
     rng = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (2, TOKENS), generator=rng)
+    ids = torch.randint(model.config.vocab_size, (1, TOKENS), generator=rng)
     real, first = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
     first[:, 0] = True
     return Rows(ids, real, first).to(model.model.embeddings.weight.device)
