@@ -14,7 +14,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/regraft distill demo --out $(RUN) --resume
 	$(BIN)/regraft control $(RUN) --resume
-	$(BIN)/regraft report $(RUN) --overwrite
+	$(BIN)/regraft report $(RUN) --inspect --overwrite
 
 test: test-fast test-slow
 

@@ -7,6 +7,7 @@ Heavy imports happen inside the verbs. Exit codes: 0 done, 1 unexpected, 2 a mis
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -275,11 +276,19 @@ def distill(
 
 
 @app.command(epilog="Example: regraft control runs/demo")
-def control(run: RunDir, resume: Resume = False, overwrite: Overwrite = False) -> None:
+def control(
+    run: RunDir,
+    match: Annotated[
+        Literal["tokens", "flops"],
+        typer.Option(help="What is equal: tokens, or FLOPs, the teacher's of the distillation included."),
+    ] = "tokens",
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+) -> None:
     """Train the matched control: the teacher's own layers on the run's tokens, in the run's order."""
     from regraft.distill import control as train
 
-    train(run, resume=resume, overwrite=overwrite)
+    train(run, match=match, resume=resume, overwrite=overwrite)
 
 
 @app.command(epilog="Example: regraft report runs/demo --set report.niah.samples=5")
@@ -313,7 +322,7 @@ def report(
 
     What was evaluated before is not run again, so an interrupted report goes on where it was.
     """
-    from regraft.report import report_run
+    from regraft.report.run import report_run
 
     report_run(
         run,
@@ -391,12 +400,23 @@ def recipes_copy(
 
 
 @recipes.command("validate", epilog="Example: regraft recipes validate mine.yaml --set seed=1")
-def recipes_validate(recipe: RecipeName, set_: Overrides = None) -> None:
-    """Check a recipe: every key, type and range; lists all problems at once."""
+def recipes_validate(
+    recipe: RecipeName,
+    set_: Overrides = None,
+    keys_only: Annotated[
+        bool, typer.Option("--keys-only", help="Keys, types and ranges alone; opens nothing but the recipe.")
+    ] = False,
+) -> None:
+    """Check a recipe as far as it goes without training: keys, teacher, tokenizer, data, losses, memory."""
     from regraft.recipes import load_recipe
 
-    phases = load_recipe(recipe, set_ or ()).phases
-    stretches = ", ".join(f"{phase.name} {phase.tokens:,} tokens" for phase in phases)
+    loaded = load_recipe(recipe, set_ or ())
+    if not keys_only:
+        from regraft.distill.validate import validate
+
+        for line in validate(loaded):
+            typer.echo(line)
+    stretches = ", ".join(f"{phase.name} {phase.tokens:,} tokens" for phase in loaded.phases)
     typer.echo(f"{recipe}: valid ({stretches})")
 
 
@@ -436,6 +456,8 @@ def _stop(error: Exception, lines: list[str], code: int, where: str) -> None:
 
 
 def _err(text: Text) -> None:
+    if os.environ.get("RANK", "0") != "0":  # of several processes one speaks
+        return
     Console(stderr=True).print(text, soft_wrap=True)  # never breaks a path at the edge of the screen
 
 

@@ -105,6 +105,13 @@ def hash_directory(path: str | Path) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
+def user_cache() -> Path:
+    """`$REGRAFT_CACHE`, or `regraft` in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`)."""
+    if own := os.environ.get("REGRAFT_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regraft"
+
+
 def _swap(new: Path, path: Path, overwrite: bool) -> None:
     """Rename `new` to `path`; an old directory there is moved aside first and removed last."""
     old = _beside(path, "old")

@@ -152,6 +152,9 @@ def _index_with_a_lie(folder: Path) -> None:
     write_index(folder, index)
 
 
+Q = "model.layers.2.attn.q_proj.weight"
+
+
 def _wrong_shape(folder: Path) -> None:
     edit_tensors(folder, lambda t: t.update({"model.layers.2.attn.q_proj.weight": torch.zeros(8, 32)}))
 
@@ -173,6 +176,10 @@ MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index that lies": (_index_with_a_lie, "model-0000"),
     "wrong shape": (_wrong_shape, "model.layers.2.attn.q_proj.weight has shape [8, 32], not [16, 32]"),
     "unexpected key": (_unexpected, "model.layers.2.attn.f_proj.weight is unexpected"),
+    "quantised": (
+        lambda f: edit_tensors(f, lambda t: t.update({Q: torch.zeros(16, 32, dtype=torch.int8)})),
+        "model.layers.2.attn.q_proj.weight holds I8, not floats",
+    ),
     "missing tensor": (
         lambda f: edit_tensors(f, lambda t: t.pop("model.layers.0.attn.A_log")),
         "model.layers.0.attn.A_log is missing",
@@ -339,6 +346,7 @@ def test_bfloat16_keeps_noise_parameters_in_float32(regraft, teacher, tmp_path) 
 
 def test_a_layer_goes_back_to_its_teacher(regraft, tmp_path) -> None:
     folder, student, out = write_teacher(tmp_path / "t"), tmp_path / "s", tmp_path / "r"
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
     assert regraft("convert", folder, "--layers", "1,3", "--out", student)[0] == 0
     edit_tensors(student, lambda t: [x.mul_(1.5) for n, x in t.items() if ".attn." in n and "proj" in n])
     arguments = ("--teacher", folder, "--out", out)
@@ -347,6 +355,11 @@ def test_a_layer_goes_back_to_its_teacher(regraft, tmp_path) -> None:
     assert "evidence" in printed and "model.layers.3.attn.evidence" not in printed
     code, printed, err = regraft("convert", student, "--revert", 3, *arguments)
     assert code == 0 and "still converted: 1" in printed, err
+    card = (out / "README.md").read_text()
+    assert (
+        yaml.safe_load(card.split("---")[1])["license"] == "mit" and "Licence\n\nThe teacher's: mit" in card
+    )
+    assert "layers 3 taken from its teacher `t` again" in card and "Still converted: 1." in card
     model, before, teacher = load_model(str(out)), load_model(str(student)), load_model(str(folder))
     assert model.config.layers_of("bayesian") == (1,)
     for name, x in model.state_dict().items():
@@ -458,6 +471,22 @@ def test_without_a_network_a_hub_id_is_one_message(regraft, monkeypatch) -> None
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     code, _, err = regraft("convert", "some/model", "--layers", 1, "--dry-run")
     assert code == 2 and "HF_HUB_OFFLINE" in err and "Traceback" not in err
+
+
+def test_offline_a_hub_id_is_read_from_the_cache(regraft, tmp_path, monkeypatch) -> None:
+    from huggingface_hub import constants
+
+    cache = tmp_path / "models--some--model"
+    write_teacher(cache / "snapshots" / "abc123")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc123")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    code, out, err = regraft("convert", "some/model", "--layers", 1, "--dry-run")
+    assert code == 0 and str(cache / "snapshots" / "abc123") in out, err
+    for model, revision in (("some/model", "v9"), ("some/other", "main")):
+        code, _, err = regraft("convert", model, "--revision", revision, "--layers", 1, "--dry-run")
+        assert code == 2 and "could not be fetched from the Hub" in err and "HF_HUB_OFFLINE" in err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,7 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-SHORT = ("phases.0.tokens=8192", "phases.1.tokens=8192", "report.niah.samples=2", "report.niah.lengths=[512]")
+SHORT = (
+    "phases.0.tokens=8192",
+    "phases.1.tokens=8192",
+    "report.niah.samples=1",
+    "report.niah.lengths=[512]",
+    "report.perplexity.lengths=[512]",
+)
 
 
 @pytest.mark.slow
@@ -17,9 +23,9 @@ def test_the_demo_recipe_from_teacher_to_report(tmp_path, regraft):
     overrides = [word for override in SHORT for word in ("--set", override)]
     assert regraft("distill", "demo", "--out", run, *overrides)[0] == 0
     assert regraft("control", run)[0] == 0
-    code, printed, _ = regraft("report", run)
+    code, printed, _ = regraft("report", run, "--inspect")
     assert code == 0
-    for name in ("report.json", "niah_mean.png", "report.html"):
+    for name in ("report.json", "niah_mean.png", "perplexity.png", "inspect_layer_1.png", "report.html"):
         assert (run / "report" / name).stat().st_size > 1000
     assert "student - control" in printed and str(run / "export") in printed
     certificate = json.loads((run / "start" / "verify.json").read_text())

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from itertools import pairwise
 
 import pytest
 import torch
 from folders import write_teacher
+from loops import make_loop, write_models
 
 from regraft.convert import load_model, load_tokenizer, make_student
-from regraft.distill import checkpoint, control, distill
-from regraft.distill.data import RowStream, paragraphs
-from regraft.distill.loop import Loop
+from regraft.distill import control, distill
+from regraft.distill.data import RowStream
 from regraft.distill.stage import control_stages, phase_stages
 from regraft.distill.trainable import parameter_groups, trainable_names
 from regraft.errors import UserError
 from regraft.recipes.load import parse_recipe
-from regraft.recipes.schema import Data
+from regraft.recipes.schema import Data, Evidence
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,18 +45,13 @@ def make_recipe(teacher, *overrides):
 version: 1
 teacher: {{model: {teacher}}}
 convert: {{layers: [1, 2], process_match: 0.3}}
-data:
-  source:
-    kind: mix
-    parts: [{{weight: 1, source: {{kind: builtin}}}}, {{weight: 1, source: {{kind: needles}}}}]
-  seq_len: 288
-  pack: false
+data: {{source: {{kind: builtin}}, seq_len: 32, pack: false}}
 phases:
-  - {{name: match, losses: [{{kind: layer_nmse}}], tokens: 3456, batch_tokens: 576, micro_batch: 1, lr: 0.01}}
+  - {{name: match, losses: [{{kind: layer_nmse}}], tokens: 384, batch_tokens: 64, micro_batch: 1, lr: 0.01}}
   - name: joint
     losses: [{{kind: forward_kl}}, {{kind: boundary_mse}}]
-    tokens: 3456
-    batch_tokens: 576
+    tokens: 384
+    batch_tokens: 64
     lr: 1e-3
 checkpoint: {{every: 4, keep: 2}}
 """
@@ -89,7 +82,8 @@ def test_weight_decay_touches_matrices_only(pair):
 @pytest.mark.parametrize("pack", [True, False])
 def test_rows_depend_on_the_seed_alone_and_a_position_can_be_restored(teacher_folder, pack):
     tokenizer = load_tokenizer(str(teacher_folder))
-    data = make_recipe(teacher_folder, f"data.pack={str(pack).lower()}").data
+    parts = [{"weight": 1, "source": {"kind": "builtin"}}, {"weight": 1, "source": {"kind": "needles"}}]
+    data = Data(source={"kind": "mix", "parts": parts}, seq_len=288, pack=pack)
     stream = RowStream(data, tokenizer)
     first = stream.take(5)
     position = json.loads(json.dumps(stream.state()))
@@ -139,113 +133,43 @@ def test_broken_text_files_are_named(tmp_path, teacher_folder, name, content, me
         RowStream(data, load_tokenizer(str(teacher_folder))).take(1)
 
 
-def test_paragraphs_keep_every_word():
-    text = "\r\n\r\n".join(f"paragraph {i} " + "x" * 3000 for i in range(9))
-    assert "".join("".join(paragraphs(text)).split()) == "".join(text.split())
-
-
 def test_schedules(recipe):
     stage = phase_stages(recipe)[0]
-    assert stage.steps == 6 and stage.rows_at(0) == 2
-    levels = [stage.evidence_at(i) for i in range(6)]
-    assert levels == sorted(levels) and 0 < levels[0] < 1 and levels[3:] == [1.0, 1.0, 1.0]
-    rates = [stage.lr_at(i) for i in range(6)]
-    assert max(rates) <= stage.lr and rates[-1] < rates[1]
+    assert stage.tokens == 384 and stage.next_step(0) == (2, 384)
+    done = range(0, 384, 64)
+    levels = [stage.evidence_at(i, 64) for i in done]
+    assert levels == sorted(levels) and 0 < levels[0] < 1 and levels[2:] == [1.0, 1.0, 1.0, 1.0]
+    rates = [stage.lr_at(i, 64) for i in done]
+    assert max(rates) <= stage.lr and 0 < rates[-1] < rates[1]
     (whole,) = control_stages(recipe)
-    assert whole.steps == 12 and [whole.rows_at(i) for i in range(12)] == [2] * 12
-
-
-def run_states(folder):
-    """Everything that a finished run leaves, without times."""
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line in metrics:
-        line.pop("tokens_per_second")
-    finished = json.loads((folder / "manifest.json").read_text())["finished"]
-    return metrics, {k: finished[k] for k in ("export_sha256", "data_sha256", "tokens", "steps")}
-
-
-def stop_after(monkeypatch, step):
-    """Send this process the signal of Ctrl-C during the given step."""
-    original = Loop._step
-
-    def interrupted(self, *args, **kwargs):
-        values = original(self, *args, **kwargs)
-        if self.at.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGINT)
-        return values
-
-    monkeypatch.setattr(Loop, "_step", interrupted)
-    return original
-
-
-def test_a_run_stopped_and_resumed_equals_one_that_was_not(tmp_path, recipe, monkeypatch):
-    distill(recipe, tmp_path / "straight")
-    control(tmp_path / "straight")
-    expected = run_states(tmp_path / "straight"), run_states(tmp_path / "straight" / "control")
-    assert [line["step"] for line in expected[0][0]] == list(range(1, 13))
-
-    for step in (3, 6, 9):
-        original = stop_after(monkeypatch, step)
-        with pytest.raises(KeyboardInterrupt):
-            distill(recipe, tmp_path / f"stopped{step}")
-        monkeypatch.setattr(Loop, "_step", original)
-        distill(recipe, tmp_path / f"stopped{step}", resume=True)
-        assert run_states(tmp_path / f"stopped{step}") == expected[0]
-
-    original = stop_after(monkeypatch, 8)
-    with pytest.raises(KeyboardInterrupt):
-        control(tmp_path / "stopped3")
-    monkeypatch.setattr(Loop, "_step", original)
-    control(tmp_path / "stopped3", resume=True)
-    assert run_states(tmp_path / "stopped3" / "control") == expected[1]
-    assert expected[0][1]["data_sha256"] == expected[1][1]["data_sha256"]
-
-
-def test_metrics_after_the_checkpoint_are_dropped_when_a_run_died(tmp_path, recipe, monkeypatch):
-    distill(recipe, tmp_path / "straight")
-    original = Loop._step
-
-    def dies(self, *args, **kwargs):
-        if self.at.step == 7:
-            raise MemoryError  # no checkpoint at this step, the newest is of step 6
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(Loop, "_step", dies)
-    with pytest.raises(MemoryError):
-        distill(recipe, tmp_path / "died")
-    monkeypatch.setattr(Loop, "_step", original)
-    half = tmp_path / "died" / "checkpoints" / "step-7"
-    half.mkdir()  # what a kill during a save leaves at worst: a folder that is not whole
-    distill(recipe, tmp_path / "died", resume=True)
-    assert run_states(tmp_path / "died") == run_states(tmp_path / "straight")
-
-
-def test_checkpoints_rotate_by_number(tmp_path, pair):
-    _, student = pair
-    optimizer = torch.optim.AdamW(parameter_groups(student, trainable_names(student, "converted", (1,)), 0.0))
-    for step in (900, 1000, 1100):
-        checkpoint.save(tmp_path, step, model=student, names=set(), optimizer=optimizer, state={}, keep=2)
-    assert [p.name for p in checkpoint.existing(tmp_path)] == ["step-1000", "step-1100"]
-    assert not (tmp_path / "step-900").exists()
+    assert whole.tokens == 768
+    assert [whole.next_step(i) for i in (0, 350, 384)] == [(2, 384), (2, 34), (2, 384)]
 
 
 def test_the_control_moves_the_same_layers_and_nothing_else(tmp_path, recipe):
     distill(recipe, tmp_path / "run")
     control(tmp_path / "run")
+    found = [
+        json.loads((tmp_path / "run" / name / "manifest.json").read_text())["finished"]
+        for name in (".", "control")
+    ]
+    for key in ("data_sha256", "tokens", "steps", "ledger"):
+        assert found[0][key] == found[1][key]
+    assert found[0]["tokens"] == 768
     teacher = dict(load_model(recipe.teacher.model).named_parameters())
     trained = dict(load_model(str(tmp_path / "run" / "control" / "export")).named_parameters())
     moved = {name for name, p in trained.items() if not torch.equal(p, teacher[name])}
     assert moved and all(n.startswith(("model.layers.1.attn.", "model.layers.2.attn.")) for n in moved)
 
 
-def test_evidence_arrives_at_its_end_and_learned_evidence_moves(tmp_path, teacher_folder):
-    distill(make_recipe(teacher_folder), tmp_path / "schedule")
-    student = load_model(str(tmp_path / "schedule" / "export"))
-    assert torch.equal(student.model.layers[1].attn.evidence, torch.ones(2))
-    learned = make_recipe(teacher_folder, "phases.0.evidence={start: 0, end: 0.5, over: 0.5, learn: true}")
-    distill(learned, tmp_path / "learned")
-    evidence = load_model(str(tmp_path / "learned" / "export")).model.layers[1].attn.evidence
-    assert bool((evidence != 0.5).all()) and bool(((evidence - 0.5).abs() < 0.2).all())
+def test_evidence_arrives_at_its_end_and_learned_evidence_moves(tmp_path):
+    models = write_models(tmp_path)
+    for learn in (False, True):
+        loop = make_loop(models, tmp_path / str(learn), evidence=Evidence(end=0.8, learn=learn))
+        loop.run()
+        evidence = loop.student.model.layers[1].attn.evidence
+        assert bool((evidence == 0.8).all()) is not learn
+        assert bool(((evidence - 0.8).abs() < 0.2).all())
 
 
 def test_a_run_refuses_another_recipe_and_a_directory_in_use(tmp_path, recipe, teacher_folder):

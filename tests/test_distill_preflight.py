@@ -98,6 +98,7 @@ def test_the_control_is_checked_too(pair):
             "phase joint: no loss reaches model.layers.3.mlp.down_proj.weight",
         ),
         (["phases.0.evidence={end: 0}"], "the student is its teacher and every loss is 0 there"),
+        (["phases.0.evidence={end: 0, learn: true}"], "every loss is 0 there: nothing would be trained"),
         (
             ["phases.0.evidence={end: 0}", "phases.1.losses=[{kind: cross_entropy}]"],
             "phase match: layer_nmse does not reach model.layers.1.attn.refresh",
@@ -108,6 +109,11 @@ def test_what_a_loss_does_not_reach_is_named(pair, overrides, message):
     with pytest.raises(UserError) as caught:
         preflight(*pair, stages(*overrides), LAYERS)
     assert message in str(caught.value)
+
+
+def test_evidence_learned_from_0_is_felt(pair):
+    kept = "phases.0.losses=[{kind: layer_nmse}, {kind: cross_entropy}]"
+    preflight(*pair, stages("phases.0.evidence={end: 0, learn: true}", kept), LAYERS)
 
 
 def test_a_mixer_without_evidence_needs_cross_entropy(folder):
@@ -147,7 +153,7 @@ def test_a_gradient_that_does_not_vanish_is_caught(pair, monkeypatch):
 
     right = divergence.forward_kl
     monkeypatch.setattr(divergence, "forward_kl", wrong)
-    with pytest.raises(UserError, match="forward_kl is 0 where student and teacher are one; gradient to"):
+    with pytest.raises(UserError, match="forward_kl is 0 where student and teacher are one; gradient up to"):
         preflight(*pair, stages(), LAYERS)
 
 

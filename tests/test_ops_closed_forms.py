@@ -75,6 +75,40 @@ def test_reset_with_a_decay_per_channel_is_kda(backend: str) -> None:
     torch.testing.assert_close(o, gated_delta_net(x["q"], x["k"], x["v"], x["g"], beta), **TOLERANCE)
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunk"])
+def test_delta_rule_of_one_key_then_of_another(backend: str) -> None:
+    """DeltaNet, no decay: writes of one key contract its error, a flood of another reaches its plateau.
+
+    Paper 000, Appendix E.3: after n writes of A `Mᵀk_A - v_A` is the first error times the product of
+    `1 - beta_i`, and a key B keeps `M0ᵀk_B + rho (1 - that product) (v_A - M0ᵀk_A)`.
+    """
+    x = make_problem(40, G=1)
+    k_A, k_B = x["k"][:, :1], x["k"][:, 1:2]  # [B,1,H,D], norm at most 1
+    k_A, k_B = k_A / k_A.norm(dim=-1, keepdim=True), k_B / k_B.norm(dim=-1, keepdim=True)
+    v_A, k = x["v"][:, :1], k_A.expand_as(x["k"])
+    o_A, o_B = (
+        kalman_delta_rule(
+            q.expand_as(k),
+            k,
+            v_A.expand_as(x["v"]),
+            torch.zeros_like(x["g"]),
+            x["obs_var"],
+            x["process_var"],
+            covariance="reset",
+            scale=1.0,
+            initial_state=(x["mean"], None),
+            backend=backend,
+            chunk_size=16,
+        )[0]
+        for q in (k_A, k_B)
+    )
+    left = (1 - 1 / (1 + x["obs_var"])).cumprod(1)  # [B,T,H,1]
+    read_A, read_B = (torch.einsum("bohd,bhdv->bohv", key, x["mean"]) for key in (k_A, k_B))
+    rho = (k_A * k_B).sum(-1, keepdim=True)
+    torch.testing.assert_close(o_A, v_A + left * (read_A - v_A), **TOLERANCE)
+    torch.testing.assert_close(o_B, read_B + rho * (1 - left) * (v_A - read_A), **TOLERANCE)
+
+
 def test_floor_acts_on_the_covariance_alone() -> None:
     problem = make_problem(20)
     problem["obs_var"] = torch.full_like(problem["obs_var"], 1e-3)

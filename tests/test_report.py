@@ -22,15 +22,14 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import regraft
 from regraft.assets import austen, teacher_dir
 from regraft.assets.haystack import Haystack
 from regraft.assets.needles import ALL_TASKS, GENERATOR_VERSION, TASKS, answer_text
 from regraft.errors import UserError
-from regraft.layers import RegraftConfig, RegraftForCausalLM
-from regraft.report.generate import Prompt, _shared, answer
+from regraft.report.generate import PREFILL_TOKENS, Prompt, _shared, answer
 from regraft.report.lm import AnswersComplete, NeedleLM
 from regraft.report.niah import Entrant, evaluate
 from regraft.report.report import terminal_table, write_report
@@ -61,11 +60,6 @@ class FakeLM(LM):
 def recent(characters: int) -> Callable[[str], str]:
     """Every value within the last `characters` of the input: a model that forgets all else."""
     return lambda text: " " + ", ".join(re.findall(r"is: ([0-9a-f-]+)\.", text[-characters:])) + "."
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(teacher_dir())
 
 
 @pytest.fixture(scope="module")
@@ -180,18 +174,6 @@ def test_a_value_is_complete_only_once_the_text_goes_on():
     assert complete("6161", " 6161 6161")
 
 
-@pytest.fixture(scope="module")
-def tiny(tokenizer) -> RegraftForCausalLM:
-    torch.manual_seed(0)
-    config = RegraftConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_heads=2, head_dim=16,
-        mixers=[{"kind": "gated_deltanet"}, {"kind": "bayesian", "noise_groups": 2}],
-    )  # fmt: skip
-    model = RegraftForCausalLM(config).eval()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return model
-
-
 def test_a_transformers_model_gives_the_same_records_at_any_batch_size(tiny, tokenizer):
     ticks: list[tuple[str, int, int]] = []
     runs = [
@@ -207,7 +189,7 @@ def test_a_transformers_model_gives_the_same_records_at_any_batch_size(tiny, tok
     assert ticks[-1][0] == "tiny: niah_single_2 at 200 and on" and ticks[-1][1] == ticks[-1][2]
 
 
-def test_batches_shared_beginnings_and_lm_evals_own_loop_give_the_same_answers(tiny, tokenizer):
+def test_batches_shared_beginnings_and_lm_evals_own_loop_give_the_same_answers(tiny, tokenizer, monkeypatch):
     """The filler task shares long beginnings; wanted values come from what is written, so rows end early."""
     cells = make_documents(["niah_single_1", "niah_multikey_1"], [400, 600], 4, seed=0, tokenizer=tokenizer)
     flat = [document for cell in cells.values() for document in cell]
@@ -223,6 +205,8 @@ def test_batches_shared_beginnings_and_lm_evals_own_loop_give_the_same_answers(t
     assert _shared(sorted(prompts[:4], key=lambda p: p.ids)) >= 64
     runs = [answer(tiny, tokenizer, prompts, batch_size=size) for size in (1, 3, 8)]
     assert runs[0] == runs[1] == runs[2]
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 200)  # prompts are read in pieces
+    assert answer(tiny, tokenizer, prompts, batch_size=8) == runs[0]
     ended = 0
     for text, full, values in zip(runs[0], expected, wanted, strict=True):
         assert full.startswith(text) and all(found(v, text) == found(v, full) for v in values)

@@ -15,19 +15,19 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from regraft.assets import austen, teacher_dir
 from regraft.assets.haystack import Haystack
 from regraft.convert import export_model
 from regraft.errors import UserError
-from regraft.layers import RegraftConfig, RegraftForCausalLM
+from regraft.layers import RegraftForCausalLM
 from regraft.recipes import dump_recipe, load_recipe
-from regraft.report import report_run
 from regraft.report.inspection import Trace, _spy, calibration, inspect_student, traces
 from regraft.report.niah import Entrant, _Run, evaluate
 from regraft.report.perplexity import buckets
 from regraft.report.report import write_report
+from regraft.report.run import report_run
 from regraft.report.tasks import make_documents
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -86,21 +86,6 @@ def made_up_perplexity(models: list[str]) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(teacher_dir())
-
-
-@pytest.fixture(scope="module")
-def tiny(tokenizer) -> RegraftForCausalLM:
-    torch.manual_seed(0)
-    config = RegraftConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_heads=2, head_dim=16,
-        mixers=[{"kind": "gated_deltanet"}, {"kind": "bayesian", "noise_groups": 2}],
-    )  # fmt: skip
-    return RegraftForCausalLM(config).eval()
-
-
-@pytest.fixture(scope="module")
 def report(tmp_path_factory, tokenizer) -> dict[str, Path]:
     from lm_eval.api.model import LM
 
@@ -135,7 +120,9 @@ def test_the_page_is_whole_and_says_what_the_markdown_says(report):
     text = report["html"].read_text()
     page = Page(text)
     images = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert len(images) == 5 and all(image["alt"] for image in images)  # mean, depth, two tasks, perplexity
+    assert len(images) == 6 and all(
+        image["alt"] for image in images
+    )  # mean, depth, by task, two tasks, perplexity
     for image in images:
         kind, _, data = image["src"].partition(",")
         assert kind == "data:image/svg+xml;base64"
@@ -182,7 +169,7 @@ def test_the_page_in_a_browser(report, tmp_path):
 
     for size in ("1280,900", "500,900"):  # a screen, a narrow window
         shown = chromium("--dump-dom", f"--window-size={size}")
-        assert "<title>images 5 wide false</title>" in shown.stdout
+        assert "<title>images 6 wide false</title>" in shown.stdout
         assert "CONSOLE" not in shown.stderr
     chromium(f"--print-to-pdf={tmp_path / 'page.pdf'}")
     assert (tmp_path / "page.pdf").read_bytes()[:5] == b"%PDF-"
@@ -259,6 +246,40 @@ def test_any_number_of_models_and_one_baseline(run, tmp_path):
             report_run(None, out=tmp_path / "x", overrides=fewer, **mistake)
     with pytest.raises(UserError, match="--out"):
         report_run(None, models=[f"a={export}"])
+
+
+@pytest.mark.slow
+def test_any_causal_lm_of_transformers_is_a_model(run, tmp_path, tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    place = tmp_path / "llama"
+    LlamaForCausalLM(config).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    settings = [
+        "report.niah.tasks=[niah_single_2]", "report.niah.lengths=[240]",
+        "report.perplexity={lengths: [64, 128], sets: [austen], samples: 2}",
+    ]  # fmt: skip
+    models = [f"llama={place}", f"ours={run / 'export'}"]
+    paths = report_run(None, models=models, limit=2, overrides=settings, out=tmp_path / "out")
+    plain = json.loads(paths["json"].read_text())
+    assert (
+        {row["model"] for row in plain["scores"]}
+        == {"llama", "ours"}
+        == {row["model"] for row in plain["perplexity"]}
+    )
+    longer = [*settings, "report.niah.lengths=[320]"]
+    with pytest.raises(UserError, match="never truncated"):
+        report_run(None, models=models, limit=1, overrides=longer, out=tmp_path / "longer")
+    with pytest.raises(UserError, match="reads 256 tokens"):
+        shorter = [*settings, "report.perplexity.lengths=[512]"]
+        report_run(None, models=models, limit=2, overrides=shorter, out=tmp_path / "longer")
+    (place / "config.json").write_text('{"model_type": "no such"}')
+    with pytest.raises(UserError, match="does not load"):
+        report_run(None, models=models, limit=1, overrides=settings, out=tmp_path / "broken")
+    assert not (tmp_path / "longer").exists() and not (tmp_path / "broken").exists()
 
 
 def test_the_filter_is_watched_as_it_runs(tiny, tokenizer, tmp_path):

@@ -11,31 +11,15 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoTokenizer
 
-from regraft.assets import austen, teacher_dir
+from regraft.assets import austen
 from regraft.errors import UserError
-from regraft.layers import RegraftConfig, RegraftForCausalLM
+from regraft.layers import RegraftForCausalLM
 from regraft.report.niah import Entrant
 from regraft.report.perplexity import buckets, measure, score_stream, stretches
 from regraft.report.perplexity_statistics import perplexity_differences, perplexity_table
 from regraft.report.shelf import Shelf
 from regraft.report.texts import texts
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(teacher_dir())
-
-
-@pytest.fixture(scope="module")
-def tiny(tokenizer) -> RegraftForCausalLM:
-    torch.manual_seed(0)
-    config = RegraftConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_heads=2, head_dim=16,
-        mixers=[{"kind": "gated_deltanet"}, {"kind": "bayesian", "noise_groups": 2}],
-    )  # fmt: skip
-    return RegraftForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +108,39 @@ def test_finished_cells_are_not_measured_again(tiny, tokenizer, tmp_path):
         measure({"m": Entrant(tiny, tokenizer)}, **settings)
 
 
+def test_a_long_file_is_read_as_far_as_it_is_needed(tiny, tokenizer, tmp_path):
+    """What lies beyond is never looked at, here bytes that are no text."""
+    (tmp_path / "long.txt").write_bytes(austen()[:300_000].encode() + b"\xff" * 10_000)
+    (tmp_path / "short.txt").write_text(austen()[:20_000])
+    settings = {"lengths": [64, 128], "samples": 3}
+    long, short = (
+        measure({"m": Entrant(tiny, tokenizer)}, sets=[str(tmp_path / f"{name}.txt")], **settings)
+        for name in ("long", "short")
+    )
+    assert [record["nll"] for record in long] == [record["nll"] for record in short]
+    with pytest.raises(UserError, match="not UTF-8"):
+        list(texts(str(tmp_path / "long.txt")))
+
+
+def test_a_set_of_the_hub_is_streamed_and_read_no_further_than_needed(tiny, tokenizer, tmp_path, monkeypatch):
+    """Local files in the place of PG-19, through `datasets`' own streaming; the last is no JSON."""
+    books = [json.dumps({"text": austen()[i * 6000 : (i + 1) * 6000]}) for i in range(3)]
+    (tmp_path / "0.jsonl").write_text("\n".join(books))
+    (tmp_path / "1.jsonl").write_text("broken")
+    real = datasets.load_dataset
+
+    def local(name, config, *, split, streaming):
+        assert name == "emozilla/pg19"
+        files = {split: [str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl")]}
+        return real("json", config, data_files=files, split=split, streaming=streaming)
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    records = measure({"m": Entrant(tiny, tokenizer)}, sets=["pg19"], lengths=[64], samples=25)
+    assert len(records) == 25 and {record["document"] for record in records} == {0, 1}
+    with pytest.raises(UserError, match="cannot be read"):
+        list(texts("pg19"))
+
+
 def test_texts_come_from_files_and_the_hub(tmp_path, monkeypatch):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one document\n\nof two paragraphs"))
     assert list(texts(str(tmp_path / "a.txt.gz"))) == ["one document\n\nof two paragraphs"]
@@ -139,7 +156,11 @@ def test_texts_come_from_files_and_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert list(texts("wikitext103")) == ["", " = One = \n == Part == \ntext\n", " = Two = \nmore\n"]
     assert len(list(texts("pg19"))) == len(list(texts("slimpajama"))) == 6
-    assert [c[0] for c in calls[:1]] == ["Salesforce/wikitext"]
+    assert calls == [
+        ("Salesforce/wikitext", "wikitext-103-raw-v1", "test", True),
+        ("emozilla/pg19", None, "test", True),
+        ("cerebras/SlimPajama-627B", None, "validation", True),
+    ]
 
     def fail(*_, **__):
         raise ConnectionError("offline")

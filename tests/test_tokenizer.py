@@ -9,17 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import regraft
 
 TEACHER = Path(regraft.__file__).parent / "assets" / "teacher"
 NEEDLE = "One of the special magic numbers for abrasive-lumber is: 1234567."
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(TEACHER)
 
 
 def pieces(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:

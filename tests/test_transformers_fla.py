@@ -7,6 +7,9 @@ do not.
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +133,18 @@ def test_the_agreement_script_finds_agreement_and_a_difference(
     monkeypatch.setattr(script, "machine", dict)
     found = {"agreement": rows, "probe": {}, "speed": {}, "failures": {"x": "y"}, "seconds": 1}
     assert len(script.table(found | {"machine": {}}).splitlines()) == len(rows) + 6
+
+
+@pytest.mark.slow
+def test_the_layers_on_flas_own_kernels() -> None:
+    """Outputs, states, gradients, padding and packing, by Triton's interpreter."""
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, here / "interpreted_fla.py"],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("the same\n"), done.stderr[-3000:]

@@ -56,6 +56,17 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 {licence}
 """
 
+_REVERTED = """
+# {student}, layers {layers} put back
+
+`{student}` with the mixers of layers {layers} taken from its teacher `{teacher}` again, for an ablation.
+Still converted: {left}. Everything else is the student's. Nothing was measured on this model.
+
+{use}## Licence
+
+{licence}
+"""
+
 
 def model_card(
     *,
@@ -76,15 +87,8 @@ def model_card(
         version: of regraft.
     """
     licence = _licence(teacher_folder)
-    is_hub_id = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", teacher)) and not Path(teacher).exists()
+    is_hub_id = _is_hub_id(teacher)
     name = Path(teacher).name
-    front = {
-        **licence,
-        **({"base_model": teacher} if is_hub_id else {}),
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["regraft", "linear-attention", "gated-deltanet"],
-    }
     layers = [
         f"| {i} | {row['mixer']['kind']} | {_settings(row['mixer'])} | {row['difference']:.2g} |"
         for i, row in certificate.layers.items()
@@ -106,7 +110,41 @@ def model_card(
     )
     if not is_hub_id:
         body = body.replace(f"[{teacher}](https://huggingface.co/{teacher})", f"`{name}`")
-    return f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n{body}"
+    return _front(licence, teacher) + body
+
+
+def reverted_card(*, student: str, student_folder: Path, teacher: str, layers: str, left: str) -> str:
+    """README.md of a student some of whose layers are its teacher's again.
+
+    Args:
+        student, teacher: as the user named them; `student_folder` is where the student lies.
+        layers: those put back; `left`: those still converted.
+    """
+    licence = _licence(student_folder)
+    return _front(licence, teacher) + _REVERTED.format(
+        student=Path(student).name,
+        teacher=teacher if _is_hub_id(teacher) else Path(teacher).name,
+        layers=layers,
+        left=left,
+        use=_BODY[_BODY.index("## Use") : _BODY.index("## Licence")],
+        licence=_licence_text(licence),
+    )
+
+
+def _front(licence: Mapping[str, str], teacher: str) -> str:
+    """The metadata that the Hub reads."""
+    fields = {
+        **licence,
+        **({"base_model": teacher} if _is_hub_id(teacher) else {}),
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["regraft", "linear-attention", "gated-deltanet"],
+    }
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
+
+
+def _is_hub_id(model: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
 
 
 def _licence(folder: Path) -> dict[str, str]:

@@ -17,7 +17,8 @@ from regraft.errors import UserError
 
 EMBEDDED = "embedded"
 PICKLE = ".bin"
-_SHORT = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_SHORT = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+FLOATS = tuple(_SHORT.values())
 # Everything a folder may hold that conversion, tokenizer or export needs; never pickles, never code.
 WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md")
 
@@ -151,7 +152,10 @@ def _indexed(index: Path) -> dict[str, TensorInfo]:
 
 def _headers(file: Path) -> list[TensorInfo]:
     if file.suffix == PICKLE:
-        return [TensorInfo(n, tuple(t.shape), _SHORT[t.dtype], file) for n, t in read_pickle(file).items()]
+        return [
+            TensorInfo(n, tuple(t.shape), _SHORT.get(t.dtype, str(t.dtype)), file)
+            for n, t in read_pickle(file).items()
+        ]
     with _open(file) as handle:
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  (not a dict)
         return [TensorInfo(n, tuple(s.get_shape()), s.get_dtype(), file) for n, s in slices.items()]

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from regraft.convert.checkpoint import Checkpoint
+from regraft.convert.checkpoint import FLOATS, Checkpoint
 from regraft.errors import UserError
 from regraft.layers import RegraftConfig, RegraftForCausalLM
 from regraft.layers.attention import mixers_of
@@ -160,6 +160,8 @@ def make_plan(checkpoint: Checkpoint, config: RegraftConfig, dtype: torch.dtype)
         found = checkpoint.tensors[entry.source].shape if entry.source else shape
         if entry.rows is None and found != shape:
             problems.append(f"{target} has shape {list(found)}, not {list(shape)}")
+        if entry.source and (kind := checkpoint.tensors[entry.source].dtype) not in FLOATS:
+            problems.append(f"{target} holds {kind}, not floats of 16 to 64 bits")
         entries.append(entry)
     used = {e.source for e in entries} | set(dropped)
     problems += [f"{name} is unexpected" for name in checkpoint.tensors if name not in used]

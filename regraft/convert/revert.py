@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from regraft.convert.card import reverted_card
 from regraft.convert.checkpoint import open_checkpoint
 from regraft.convert.export import export_model, push
 from regraft.convert.load import DTYPES, fill
 from regraft.convert.plan import make_plan, model_config
 from regraft.convert.targets import with_mixers
 from regraft.errors import UserError
-from regraft.files import atomic_directory, refuse_existing
+from regraft.files import atomic_directory, refuse_existing, write_text
 from regraft.layers import RegraftForCausalLM
 from regraft.recipes.selector import resolve_layers
 
@@ -69,13 +70,16 @@ def revert(
         return
     refuse_existing(out, overwrite)
     model = fill(mixed, plan)
+    left = [i for i, m in enumerate(model.config.mixers) if m != original.mixers[i]]
+    names, still = ", ".join(map(str, chosen)), ", ".join(map(str, left)) or "none"
+    card = reverted_card(student=student, student_folder=ours.path, teacher=teacher, layers=names, left=still)
     with atomic_directory(out, overwrite) as folder:
         export_model(model, folder, companions_from=ours.path)
-    left = [i for i, m in enumerate(model.config.mixers) if m != original.mixers[i]]
+        write_text(folder / "README.md", card)
     note = "" if left else _distance(model, fill(theirs, make_plan(theirs, original, DTYPES[dtype])))
     console.print(
-        f"layers {', '.join(map(str, chosen))} of {student} are the teacher's again; still converted: "
-        f"{', '.join(map(str, left)) or 'none'}{note}\nstudent: {out}",
+        f"layers {names} of {student} are the teacher's again; still converted: {still}{note}\n"
+        f"student: {out}",
         soft_wrap=True,
     )
     if push_to is not None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from regraft.convert.load import DTYPES
+from regraft.distill import engine
 from regraft.distill.adapters import add_adapters
 from regraft.distill.data import Rows
 from regraft.distill.losses import Objective, needs_teacher
@@ -41,8 +43,8 @@ SHRINKS = {
     TEACHER: "a smaller teacher.model",
     STUDENT: "a smaller teacher.model",
     MOMENTS: "phases.N.train",
-    MIXERS: "phases.N.micro_batch, convert.noise_groups",
-    FEED_FORWARD: "phases.N.micro_batch",
+    MIXERS: "engine.recompute, phases.N.micro_batch, convert.noise_groups",
+    FEED_FORWARD: "engine.recompute, phases.N.micro_batch",
     RESIDUAL: "phases.N.micro_batch",
     BACKWARD: "phases.N.micro_batch",
     LOGITS: "phases.N.logit_chunk",
@@ -88,6 +90,7 @@ def stage_costs(
         "seq_len": recipe.data.seq_len,
         "lora": recipe.lora,
         "dtype": DTYPES[recipe.teacher.dtype],
+        "recompute": recipe.engine.recompute,
     }
     return {stage.name: stage_cost(stage, student, teacher, layers, **settings) for stage in stages}
 
@@ -103,7 +106,11 @@ def free_memory() -> int:
     """Bytes free on the device that a run would use."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    information = Path("/proc/meminfo")
+    if information.is_file():  # what the system would free for us counts too
+        found = dict(line.split(":") for line in information.read_text().splitlines())
+        return int(found["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def spent(costs: Mapping[str, Cost], places: Mapping[str, int]) -> dict[str, Any]:
@@ -138,6 +145,7 @@ def stage_cost(
     seq_len: int,
     lora: LoRA | None = None,
     dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
 ) -> Cost:
     """FLOPs a token and memory of a stage.
 
@@ -148,8 +156,10 @@ def stage_cost(
         seq_len: tokens of a row.
         lora: adapters, if the recipe has any.
         dtype: number format of matrix products; weights are float32.
+        recompute: as the recipe's `engine` has it.
     """
-    rows = min(stage.micro_batch or stage.rows_at(0), stage.rows_at(0))
+    whole = max(rows for _, rows in stage.segments)
+    rows = min(stage.micro_batch or whole, whole)
     return _cost(
         stage.losses,
         stage.train,
@@ -162,6 +172,7 @@ def stage_cost(
         min(seq_len, SAMPLE),
         lora,
         dtype,
+        recompute,
     )
 
 
@@ -178,6 +189,7 @@ def _cost(
     length: int,
     lora: LoRA | None,
     dtype: torch.dtype,
+    recompute: bool,
 ) -> Cost:
     with FakeTensorMode():
         model = _model(student, lora, layers)
@@ -188,6 +200,8 @@ def _cost(
         for name, p in model.named_parameters():
             p.requires_grad_(name in names)
             p.grad = torch.zeros_like(p) if name in names else None  # from the micro-batch before
+        if recompute:
+            engine.recompute(model)
         shared = reference is not None and not any(name.startswith(prefix_of(layers)) for name in names)
         ids = torch.zeros(rows, length, dtype=torch.long)
         real, first = (torch.full_like(ids, value, dtype=torch.bool) for value in (True, False))

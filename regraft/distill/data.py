@@ -1,42 +1,26 @@
-"""Training text: documents in an order that the seed alone decides, cut into rows of token ids.
+"""Training rows: documents in an order that the seed alone decides, cut into rows of token ids.
 
 Documents that share a row do not see each other: every state starts anew where one begins.
+A token is one id of a document, the end-of-text token included. It is trained once it stands in a row of a
+step, whether or not a token before predicts it; padding is no token.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import lzma
-import random
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import count, islice
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from regraft.assets import austen
-from regraft.assets.needles import answer_text, make_document
-from regraft.errors import UserError
-from regraft.recipes.schema import (
-    BuiltinSource,
-    Data,
-    HubSource,
-    JsonlSource,
-    MixSource,
-    NeedleSource,
-    TextSource,
-)
+from regraft.distill.sources import open_source
+from regraft.recipes.schema import Data
 
-PIECE_CHARS = 8000  # a text file is a long document: shuffled in pieces of whole paragraphs about this long
 MIN_TOKENS = 2  # fewer predict nothing
-_OPENERS: dict[str, Callable[..., IO[str]]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 @dataclass(frozen=True)
@@ -56,6 +40,14 @@ class Rows:
         """Micro-batches of at most `rows` rows."""
         parts = (self.ids.split(rows), self.real.split(rows), self.first.split(rows))
         return [Rows(*part) for part in zip(*parts, strict=True)]
+
+    def share(self, rank: int, of: int) -> Rows:
+        """Part `rank` of `of`, all of one size: every `of`-th row, rows of padding where one is missing."""
+        missing = -len(self.ids) % of
+        ids, real = (F.pad(t, (0, 0, 0, missing)) for t in (self.ids, self.real))
+        first = F.pad(self.first, (0, 0, 0, missing))
+        first[:, 0] = True
+        return Rows(ids[rank::of], real[rank::of], first[rank::of])
 
     def to(self, device: torch.device) -> Rows:
         """On another device, and as one long row with boundaries if documents share a row."""
@@ -90,186 +82,112 @@ class Rows:
 class RowStream:
     """Endless rows of a recipe's data; its position is two numbers, so a run resumes exactly.
 
-    With `pack`, rows are filled with several documents; one that fits a row whole is never cut. Without it,
-    a document has rows of its own.
+    With `pack`, rows are filled with several documents; one that fits a row whole is never cut, but at the
+    end of a budget. Without it, a document has rows of its own.
 
     Args:
         data: the recipe's data section.
-        tokenizer: the teacher's; it adds no special tokens, the end-of-text token follows each document.
+        tokenizer: the teacher's.
+
+    Attributes:
+        ledger: tokens read, trained and dropped by cause; padding; and of every source the documents, tokens
+            and passes (0 where it never repeats). Read = trained + dropped + the rest of the open document.
 
     Raises:
         UserError: a file is missing, empty or malformed, or a data set cannot be read.
     """
 
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.seq_len, self.pack, self.tokenizer = data.seq_len, data.pack, tokenizer
-        self._open = partial(documents, data.source, f"{data.seed}", tokenizer, data.seq_len)
-        self.restore({"documents": 0, "used": 0})
+        self.seq_len, self.pack = data.seq_len, data.pack
+        self._source = open_source(data.source, f"{data.seed}", tokenizer, data.seq_len)
+        self._ids: list[int] = []
+        self._opened = self._used = 0
+        self.begin_ledger()
 
-    def take(self, rows: int) -> Rows:
-        """The next rows."""
-        ids = torch.zeros(rows, self.seq_len, dtype=torch.long)
+    def take(self, rows: int, tokens: int | None = None) -> Rows:
+        """The next rows.
+
+        Args:
+            rows: how many at most.
+            tokens: how many at most; the last document is cut there, its rest begins the next rows.
+        """
+        limit = rows * self.seq_len if tokens is None else tokens
+        taken: list[list[tuple[int, list[int]]]] = []
+        while len(taken) < rows and limit:
+            row = list(self._row(limit))
+            limit -= sum(len(piece) for _, piece in row)
+            taken.append(row)
+        ids = torch.zeros(len(taken), self.seq_len, dtype=torch.long)
         real, first = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
         first[:, 0] = True
-        for i in range(rows):
-            for start, piece in self._row():
+        for i, row in enumerate(taken):
+            for start, piece in row:
                 ids[i, start : start + len(piece)] = torch.tensor(piece)
                 real[i, start : start + len(piece)] = True
                 first[i, start] = True
-        return Rows(ids, real, first)
+        found = Rows(ids, real, first)
+        self.ledger["trained"] += found.tokens
+        self.ledger["padding"] += real.numel() - found.tokens
+        self._check()
+        return found
+
+    @property
+    def tokens_per_pass(self) -> int | None:
+        """Tokens of the whole data set, where it is one that ends and is no mixture."""
+        return self._source.tokens
 
     def state(self) -> dict[str, int]:
         """Position in the data: documents opened, and tokens used of the last one."""
         return {"documents": self._opened, "used": self._used}
 
-    def restore(self, state: dict[str, int]) -> None:
-        """Go to a position that `state` gave."""
-        self._documents = self._open()
-        self._ids: list[int] = []
-        self._opened = self._used = 0
-        if state["documents"]:
-            self._opened = state["documents"] - 1
-            for _ in islice(self._documents, self._opened):
-                pass
-            self._next_document()
-            self._used = state["used"]
+    def restore(self, state: dict[str, int], ledger: dict[str, Any] | None = None) -> None:
+        """Go to a position that `state` gave, with the ledger of then or a new one."""
+        self._opened, self._used = state["documents"], state["used"]
+        self._ids = self._source.document(self._opened - 1).ids if self._opened else []
+        self.begin_ledger()
+        self.ledger.update(copy.deepcopy(ledger or {}))
 
-    def _row(self) -> Iterator[tuple[int, list[int]]]:
-        """Pieces of one row and where in it they start."""
-        filled = 0
-        while filled + MIN_TOKENS <= self.seq_len:
+    def begin_ledger(self) -> None:
+        """Count from here on; what is left of the open document is read now."""
+        rest = len(self._ids) - self._used
+        self.ledger: dict[str, Any] = {
+            "read": rest, "trained": 0, "dropped": {"single": 0}, "padding": 0, "sources": {}
+        }  # fmt: skip
+
+    def closed_ledger(self) -> dict[str, Any]:
+        """The ledger at the end of a run: the rest of the open document counts as dropped."""
+        ledger = copy.deepcopy(self.ledger)
+        ledger["dropped"]["after_the_budget"] = len(self._ids) - self._used
+        return ledger
+
+    def _row(self, limit: int) -> Iterator[tuple[int, list[int]]]:
+        """Pieces of one row and where in it they start, `limit` tokens at most."""
+        filled, end = 0, min(self.seq_len, limit)
+        while filled < end:
             if len(self._ids) - self._used < MIN_TOKENS:
                 self._next_document()
                 continue
             if filled and (not self.pack or filled + len(self._ids) > self.seq_len >= len(self._ids)):
                 return
-            piece = self._ids[self._used : self._used + self.seq_len - filled]
+            if 0 < self.seq_len - filled < MIN_TOKENS:
+                return
+            piece = self._ids[self._used : self._used + end - filled]
             yield filled, piece
             self._used += len(piece)
             filled += len(piece)
 
     def _next_document(self) -> None:
-        self._ids = self.tokenizer.encode(next(self._documents), add_special_tokens=False)
-        if self.tokenizer.eos_token_id is not None:
-            self._ids.append(self.tokenizer.eos_token_id)
-        self._opened, self._used = self._opened + 1, 0
+        self.ledger["dropped"]["single"] += len(self._ids) - self._used
+        document = self._source.document(self._opened)
+        self._ids, self._opened, self._used = document.ids, self._opened + 1, 0
+        self.ledger["read"] += len(self._ids)
+        of = self.ledger["sources"].setdefault(document.source, {"documents": 0, "tokens": 0, "passes": 0})
+        of["documents"] += 1
+        of["tokens"] += len(self._ids)
+        of["passes"] = max(of["passes"], document.passes)
 
-
-def documents(source: Any, seed: str, tokenizer: PreTrainedTokenizerFast, seq_len: int) -> Iterator[str]:
-    """Endless documents of a source; a finite one starts over in a new order.
-
-    Raises:
-        UserError: a file is missing, empty or malformed.
-    """
-    match source:
-        case BuiltinSource():
-            return _shuffled(paragraphs(austen()), seed)
-        case TextSource():
-            return _shuffled(_some(paragraphs(_read_text(source.path)), source.path), seed)
-        case JsonlSource():
-            return _shuffled(_some(_json_lines(source.path, source.field), source.path), seed)
-        case NeedleSource():
-            return _needles(source, seed, tokenizer, seq_len)
-        case MixSource():
-            return _mixed(source, seed, tokenizer, seq_len)
-        case HubSource():
-            return _hub(source, seed)
-    raise TypeError(f"no such source: {source!r}")
-
-
-def paragraphs(text: str) -> list[str]:
-    """A long text in pieces of whole paragraphs, each up to about 8000 characters."""
-    pieces: list[str] = []
-    piece: list[str] = []
-    size = 0
-    for paragraph in text.replace("\r\n", "\n").split("\n\n"):
-        if size and size + len(paragraph) > PIECE_CHARS:
-            pieces.append("\n\n".join(piece))
-            piece, size = [], 0
-        piece.append(paragraph)
-        size += len(paragraph)
-    pieces.append("\n\n".join(piece))
-    return [p for p in pieces if p.strip()]
-
-
-def _shuffled(texts: Sequence[str], seed: str) -> Iterator[str]:
-    for epoch in count():
-        order = list(range(len(texts)))
-        random.Random(f"{seed}:{epoch}").shuffle(order)
-        yield from (texts[i] for i in order)
-
-
-def _mixed(source: MixSource, seed: str, tokenizer: PreTrainedTokenizerFast, seq_len: int) -> Iterator[str]:
-    rng = random.Random(f"{seed}:mix")
-    parts = [documents(p.source, f"{seed}.{i}", tokenizer, seq_len) for i, p in enumerate(source.parts)]
-    weights = [p.weight for p in source.parts]
-    while True:
-        yield next(rng.choices(parts, weights)[0])
-
-
-def _needles(
-    source: NeedleSource, seed: str, tokenizer: PreTrainedTokenizerFast, seq_len: int
-) -> Iterator[str]:
-    rng = random.Random(f"{seed}:needles")
-    number = rng.randrange(2**31)
-    for i in count():
-        # One token less than a row: the end-of-text token follows the answer.
-        document = make_document(
-            rng.choice(source.tasks), seq_len - 1, i, seed=number, tokenizer=tokenizer, split="train"
-        )
-        yield document.model_input + answer_text(document)
-
-
-def _hub(source: HubSource, seed: str) -> Iterator[str]:
-    from datasets import load_dataset
-
-    try:
-        loaded = load_dataset(source.name, source.config, split=source.split, streaming=source.streaming)
-    except Exception as error:  # datasets raises many kinds; all mean that the set cannot be read
-        raise UserError(
-            source.name, f"cannot be read: {error}.", "check the name and the network."
-        ) from error
-    number = random.Random(seed).randrange(2**31)
-    shuffled = loaded.shuffle(seed=number, **({"buffer_size": 10_000} if source.streaming else {}))
-    for epoch in count():
-        if source.streaming:
-            shuffled.set_epoch(epoch)
-        for row in shuffled:
-            if source.field not in row:
-                fix = f"name one of {', '.join(row)}."
-                raise UserError(source.name, f"has no column {source.field!r}.", fix)
-            yield row[source.field]
-
-
-def _read_text(path: str) -> str:
-    file = Path(path)
-    try:
-        with _OPENERS.get(file.suffix, open)(file, "rt", encoding="utf-8") as handle:
-            return handle.read()
-    except UnicodeDecodeError as error:
-        raise UserError(path, f"is not UTF-8: {error}.", "convert it to UTF-8.") from error
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise UserError(path, f"cannot be read: {error}.", "check the path and the file.") from error
-
-
-def _json_lines(path: str, field: str) -> list[str]:
-    texts = []
-    for number, line in enumerate(_read_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)[field]
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"is not a JSON object with the field {field!r}."
-            raise UserError(f"{path}, line {number}", reason, "mend the line, or name the field.") from error
-        if not isinstance(text, str):
-            raise UserError(f"{path}, line {number}", f"{field!r} is not text.", "name another field.")
-        if text.strip():
-            texts.append(text)
-    return texts
-
-
-def _some(texts: list[str], path: str) -> list[str]:
-    if not texts:
-        raise UserError(path, "holds no text.", "give a file with at least one document.")
-    return texts
+    def _check(self) -> None:
+        ledger = self.ledger
+        rest = len(self._ids) - self._used
+        if ledger["read"] != ledger["trained"] + sum(ledger["dropped"].values()) + rest:
+            raise AssertionError(f"the token ledger does not add up: {ledger}, {rest} left")

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import json
-import signal
+import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from transformers import set_seed
 
 from regraft.distill import checkpoint
 from regraft.distill.data import Rows, RowStream
+from regraft.distill.engine import Engine, Step, whole
+from regraft.distill.interrupt import interruptible
 from regraft.distill.losses import Objective
+from regraft.distill.metrics import Metrics, forget_after, live_line, memory_gb
 from regraft.distill.stage import Stage
 from regraft.distill.trainable import (
     evidence_parameters,
     parameter_groups,
+    prefix_of,
     shares_prefix,
     trainable_names,
 )
+from regraft.errors import UserError
 from regraft.layers import RegraftForCausalLM
 
 
@@ -39,6 +43,8 @@ class Progressed:
     data_sha256: str = ""  # chain over the ids of every row trained on, in order
     variance: dict[str, list[float]] = field(default_factory=dict)  # of the current stage
     places: dict[str, int] = field(default_factory=dict)  # places for tokens computed, by stage; with padding
+    loss_sum: float = 0.0  # over the steps since the last checkpoint
+    loss_steps: int = 0
 
 
 @dataclass
@@ -46,14 +52,17 @@ class Loop:
     """Trains `student` through `stages` and writes metrics and checkpoints into `folder`.
 
     Args:
-        student: the model that moves, float32, on the device to train on.
+        student: the model that moves, float32.
         teacher: what distillation losses compare with; None for the control.
         layers: converted layers, ascending.
         stages: what to do.
-        stream: the rows, at their beginning.
+        stream: the rows, at their beginning; every process holds the whole stream.
         folder: run directory; `metrics.jsonl` and `checkpoints/` are made in it.
-        every: steps between checkpoints. keep: checkpoints kept.
+        every: steps between checkpoints. keep: checkpoints kept. best: keep the best one of each stage too.
         autocast: number format of matrix products (float32 switches autocast off).
+        seed: of everything random but the order of data; drawn anew from it at every step.
+        engine: devices and processes.
+        wandb: send metrics there.
     """
 
     student: RegraftForCausalLM
@@ -64,210 +73,253 @@ class Loop:
     folder: Path
     every: int
     keep: int
+    best: bool = False
     autocast: torch.dtype = torch.float32
+    seed: int = 0
+    engine: Engine = field(default_factory=Engine)
+    wandb: bool = False
     at: Progressed = field(default_factory=Progressed)
 
     @property
     def total(self) -> int:
-        """Steps of all stages."""
-        return sum(stage.steps for stage in self.stages)
+        """Tokens of all stages."""
+        return sum(stage.tokens for stage in self.stages)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.folder / "checkpoints"
 
     def resume(self) -> bool:
         """Go to the newest checkpoint, if there is one; metrics after it are dropped."""
-        found = checkpoint.existing(self.folder / "checkpoints")
-        if not found:
-            return False
-        state = checkpoint.read_state(found[-1])
-        self.stream.restore(state.pop("data"))
-        self.at = Progressed(**state)
-        checkpoint.restore_parameters(found[-1], self.student)
-        self._optimizer_from = found[-1]
-        metrics = self.folder / "metrics.jsonl"
-        if metrics.is_file():
-            lines = metrics.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= self.at.step]
-            metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        return True
+        self.engine.once(partial(checkpoint.sweep, self.checkpoints))
+        found = checkpoint.existing(self.checkpoints)
+        state = checkpoint.read_state(found[-1]) if found else {}
+        if found:
+            self.stream.restore(state["data"], state["ledger"])
+            self.at = Progressed(**state["at"])
+            checkpoint.restore_parameters(found[-1], self.student)
+            self._optimizer_from = found[-1]
+        self.engine.once(partial(forget_after, self.folder, self.at.step))
+        return bool(found)
 
     def run(self) -> Progressed:
         """Train to the end.
 
         Raises:
-            KeyboardInterrupt: after Ctrl-C, once the step is done and a checkpoint written.
+            KeyboardInterrupt: after Ctrl-C or a TERM, once the step is done and a checkpoint written.
+            UserError: the loss is no longer a number, or a file cannot be written; the message says which
+                checkpoint to go on from.
         """
+        self._alike = shares_prefix(self.student, self.teacher, self.layers, ())
+        module = self.engine.place(self.student, self.teacher)
         moved: set[str] = set(evidence_parameters(self.student))
         first = 0
-        with _progress(self.total, self.at.step) as bar, _interruptible() as stop, self._metrics() as metrics:
-            for stage in self.stages:
-                names = trainable_names(self.student, stage.train, self.layers)
-                moved |= set(names)
-                if self.at.step < first + stage.steps:
-                    self._run_stage(stage, first, names, moved, bar, stop, metrics)
-                first += stage.steps
+        metrics = Metrics(self.folder, self.at.step, wandb=self.wandb) if self.engine.main else None
+        try:
+            with live_line(self.total, self.at.tokens, self.engine.main) as line, interruptible() as stop:
+                for stage in self.stages:
+                    names = trainable_names(self.student, stage.train, self.layers)
+                    moved |= set(names)
+                    if self.at.tokens < first + stage.tokens:
+                        _Run(self, module, stage, first, names, moved, line, stop, metrics).run()
+                    first += stage.tokens
+        finally:
+            if metrics is not None:
+                metrics.close()
         return self.at
 
-    def _run_stage(
+
+class _Run:
+    """One stage of a loop."""
+
+    def __init__(
         self,
+        loop: Loop,
+        step: Step,
         stage: Stage,
         first: int,
         names: list[str],
         moved: set[str],
-        bar: Any,
+        line: Any,
         stop: list[bool],
-        metrics: Any,
+        metrics: Metrics | None,
     ) -> None:
-        resumed = self.at.step > first
-        evidence = evidence_parameters(self.student)
-        learned = list(evidence) if stage.evidence is not None and stage.evidence.learn else []
-        for name, p in self.student.named_parameters():
+        self.loop, self.stage, self.first, self.moved = loop, stage, first, moved
+        self.engine, self.at, self.stream = loop.engine, loop.at, loop.stream
+        self.line, self.stop, self.metrics = line, stop, metrics
+        self.evidence = evidence_parameters(loop.student)
+        learned = list(self.evidence) if stage.evidence is not None and stage.evidence.learn else []
+        self.learned = [self.evidence[name] for name in learned]
+        for name, p in loop.student.named_parameters():
             p.requires_grad_(name in names or name in learned)
-        groups = parameter_groups(self.student, [*names, *learned], stage.optimiser.weight_decay)
-        optimizer = torch.optim.AdamW(groups, lr=stage.lr, betas=stage.optimiser.betas)
-        if resumed:
-            checkpoint.restore_optimizer(self._optimizer_from, optimizer)
+        groups = parameter_groups(loop.student, [*names, *learned], stage.optimiser.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=stage.lr, betas=stage.optimiser.betas)
+        if self.at.tokens > first:
+            checkpoint.restore_optimizer(loop._optimizer_from, self.optimizer)
         else:
-            self.at.variance = {}
-        shared = shares_prefix(self.student, self.teacher, self.layers, names)
-        objective = Objective(stage.losses, self.layers, shared, self.at.variance, stage.logit_chunk)
-        for step in range(self.at.step - first, stage.steps):
+            self.at.variance, self.at.loss_sum, self.at.loss_steps = {}, 0.0, 0
+        shared = loop._alike and not any(name.startswith(prefix_of(loop.layers)) for name in moved)
+        step.objective = Objective(stage.losses, loop.layers, shared, self.at.variance, stage.logit_chunk)
+        self.objective = step.objective
+        self.module = self.engine.wrap(step)
+        self.weights = {loss.kind: loss.weight for loss in stage.losses}
+
+    @property
+    def done(self) -> int:
+        """Tokens of this stage done."""
+        return self.at.tokens - self.first
+
+    def run(self) -> None:
+        while self.done < self.stage.tokens:
             began = time.monotonic()
-            self._set_evidence(stage, step, evidence)
-            rows = self.stream.take(stage.rows_at(step))
-            values = self._step(stage, step, objective, optimizer, rows, learned)
-            self.at.step += 1
-            self.at.tokens += rows.tokens
-            self.at.places[stage.name] = self.at.places.get(stage.name, 0) + rows.ids.numel()
-            seconds = time.monotonic() - began
-            self.at.seconds += seconds
-            line = {
-                "step": self.at.step,
-                "stage": stage.name,
-                "tokens": self.at.tokens,
-                "tokens_per_second": round(rows.tokens / seconds, 1),
-                "rows": self.at.data_sha256[:16],
-                "lr": stage.lr_at(step),
-                **values,
-            }
-            if evidence:
-                line["evidence"] = float(torch.stack([p.detach().mean() for p in evidence.values()]).mean())
-            metrics.write(json.dumps(line) + "\n")
-            metrics.flush()
-            bar(stage.name, line)
-            last = step + 1 == stage.steps
-            if last or stop[0] or self.at.step % self.every == 0:
-                self._save(moved, optimizer)
-            if stop[0]:
+            before = copy.deepcopy((self.at, self.stream.state(), self.stream.ledger))
+            rows = self.stream.take(*self.stage.next_step(self.done))
+            line = self._step(rows)
+            if not math.isfinite(line["loss"] + line["grad_norm"]):
+                self._give_up(line, *before)
+            self._after(rows, line, time.monotonic() - began)
+            stop = self.engine.any(self.stop[0])
+            if self.done == self.stage.tokens or stop or self.at.step % self.loop.every == 0:
+                self._save()
+            if stop:
                 raise KeyboardInterrupt
 
-    def _step(
-        self,
-        stage: Stage,
-        step: int,
-        objective: Objective,
-        optimizer: torch.optim.Optimizer,
-        rows: Rows,
-        learned: list[str],
-    ) -> dict[str, float]:
-        """One optimiser step; returns every loss, their weighted sum and the gradient norm."""
-        digest = hashlib.sha256(self.at.data_sha256.encode() + rows.ids.numpy().tobytes())
-        self.at.data_sha256 = digest.hexdigest()
-        weights = {loss.kind: loss.weight for loss in stage.losses}
-        sums = dict.fromkeys(weights, 0.0)
-        optimizer.zero_grad(set_to_none=True)
-        device = self.student.model.embeddings.weight.device
-        micros = [micro.to(device) for micro in rows.split(stage.micro_batch or len(rows.ids))]
-        autocast = partial(torch.autocast, device.type, self.autocast, self.autocast != torch.float32)
-        if self.teacher is not None and not objective.variance:
-            with autocast():
-                objective.measure(self.teacher, micros)
-        for micro in micros:
-            with autocast():
-                losses = objective(
-                    self.student, self.teacher, micro, tokens=rows.tokens, targets=rows.targets
-                )
-            total = torch.stack([weight * losses[name] for name, weight in weights.items()]).sum()
-            if total.requires_grad:
-                total.backward()
-            for name, loss in losses.items():
-                sums[name] = sums.get(name, 0.0) + float(loss.detach())
-        evidence = [p for n, p in evidence_parameters(self.student).items() if n in learned]
-        if not stage.learns_evidence(step):  # the schedule still leads
-            for p in evidence:
+    def _step(self, rows: Rows) -> dict[str, float]:
+        """One optimiser step; every loss, their weighted sum and the gradient norm. Nothing moves if that is
+        no number."""
+        stage, done = self.stage, self.done
+        set_seed(_seed(self.loop.seed, self.at.step, self.engine.rank))
+        self._set_evidence(stage.evidence_at(done, rows.tokens))
+        self.optimizer.zero_grad(set_to_none=True)
+        values = self._backward(rows)
+        if not stage.learns_evidence(done):  # the schedule still leads
+            for p in self.learned:
                 p.grad = None
-        moving = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(moving, stage.optimiser.clip or float("inf"))
-        for group in optimizer.param_groups:
-            group["lr"] = stage.lr_at(step)
-        optimizer.step()
+        moving = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.clip_grad_norm_(moving, stage.optimiser.clip or float("inf"))
+        values["grad_norm"] = float(whole(norm))
+        for group in self.optimizer.param_groups:
+            group["lr"] = stage.lr_at(done, rows.tokens)
+        if math.isfinite(values["loss"] + values["grad_norm"]):
+            self.optimizer.step()
         with torch.no_grad():
-            for p in evidence:
+            for p in self.learned:
                 p.clamp_(min=0)  # the layer clamps it too: below 0 it would have no gradient and never return
-        return {
-            "loss": sum(weight * sums[name] for name, weight in weights.items()),
-            **sums,
-            "grad_norm": float(norm),
-        }
+        return values
+
+    def _backward(self, rows: Rows) -> dict[str, float]:
+        """Gradients of a whole step in the parameters, whatever it was split into."""
+        loop, engine = self.loop, self.engine
+        micros = engine.micro_batches(rows, self.stage.micro_batch)
+        device, kind = engine.device.type, loop.autocast
+        autocast = partial(torch.autocast, device, kind, kind != torch.float32)
+        if loop.teacher is not None and not self.objective.variance:
+            with autocast():
+                self.objective.measure(loop.teacher, micros, engine.sum)
+        sums: dict[str, Tensor] = {}
+        for i, micro in enumerate(micros):
+            with engine.accumulating(self.module, i + 1 == len(micros)):
+                with autocast():
+                    losses = self.module(micro, rows.tokens, rows.targets)
+                # processes average their gradients; the parts of one step are to be added
+                total = torch.stack([w * losses[name] for name, w in self.weights.items()]).sum()
+                (total * engine.world).backward()
+            for name, loss in losses.items():
+                sums[name] = sums.get(name, 0.0) + loss.detach().double()
+        totals = engine.sum(torch.stack(list(sums.values()))).tolist()
+        values = dict(zip(sums, totals, strict=True))
+        return {"loss": sum(w * values[name] for name, w in self.weights.items()), **values}
 
     @torch.no_grad()
-    def _set_evidence(self, stage: Stage, step: int, evidence: dict[str, torch.nn.Parameter]) -> None:
-        level = stage.evidence_at(step)
-        for p in evidence.values():
+    def _set_evidence(self, level: float | None) -> None:
+        for p in self.evidence.values():
             if level is not None:
                 p.fill_(level)
 
-    def _save(self, moved: set[str], optimizer: torch.optim.Optimizer) -> None:
-        state = {k: v for k, v in vars(self.at).items() if k != "step"}
-        state["data"] = self.stream.state()
-        checkpoint.save(
-            self.folder / "checkpoints",
-            self.at.step,
-            model=self.student,
-            names=moved,
-            optimizer=optimizer,
+    def _after(self, rows: Rows, values: dict[str, float], seconds: float) -> None:
+        """Note a step that went well."""
+        at = self.at
+        lr = self.stage.lr_at(self.done, rows.tokens)
+        at.data_sha256 = hashlib.sha256(at.data_sha256.encode() + rows.ids.numpy().tobytes()).hexdigest()
+        at.step, at.tokens, at.seconds = at.step + 1, at.tokens + rows.tokens, at.seconds + seconds
+        at.places[self.stage.name] = at.places.get(self.stage.name, 0) + rows.ids.numel()
+        at.loss_sum, at.loss_steps = at.loss_sum + values["loss"], at.loss_steps + 1
+        line: dict[str, Any] = {
+            "step": at.step,
+            "stage": self.stage.name,
+            "tokens": at.tokens,
+            "tokens_per_second": round(rows.tokens / seconds, 1),
+            "memory_gb": round(memory_gb(self.engine.device), 3),
+            "rows": at.data_sha256[:16],
+            "lr": lr,
+            **values,
+        }
+        if self.evidence:
+            means = [whole(p.detach()).mean() for p in self.evidence.values()]
+            line["evidence"] = float(torch.stack(means).mean())
+        if self.metrics is not None:
+            self._writing(partial(self.metrics.write, line))
+        self.line(line)
+
+    def _save(self) -> None:
+        """Write a checkpoint; a process that cannot write stops all of them."""
+        at = self.at
+        mean = at.loss_sum / max(1, at.loss_steps)
+        at.loss_sum, at.loss_steps = 0.0, 0
+        state = {
+            "at": asdict(at),
+            "data": self.stream.state(),
+            "ledger": self.stream.ledger,
+            "stage": self.stage.name,
+            "ends_stage": self.done == self.stage.tokens,
+            "loss": mean,
+        }
+        parameters = dict(self.loop.student.named_parameters())
+        saved = {name: whole(parameters[name].detach()) for name in sorted(self.moved)}
+        moments = {name: whole(m) for name, m in checkpoint.moments(self.optimizer).items()}
+        write = partial(
+            checkpoint.save,
+            self.loop.checkpoints,
+            at.step,
+            parameters=saved,
+            moments=moments,
             state=state,
-            keep=self.keep,
+            keep=self.loop.keep,
+            best=self.loop.best,
+        )
+        self.engine.once(partial(self._writing, write))
+
+    def _writing(self, write: Any) -> None:
+        """Write something; a full disk ends the run with what to do."""
+        try:
+            write()
+        except OSError as error:
+            reason = f"step {self.at.step} cannot be written: {error.strerror or error}."
+            raise UserError(self.loop.folder, reason, f"make room, then {self._go_on()}") from error
+
+    def _give_up(self, line: dict[str, float], at: Progressed, data: Any, ledger: Any) -> None:
+        """End at a loss that is no number: save the state before that step."""
+        bad = [name for name, value in line.items() if not math.isfinite(value)]
+        number = at.step + 1
+        vars(self.at).update(vars(at))
+        self.stream.restore(data, ledger)
+        if at.tokens > self.first and all(bool(whole(p).isfinite().all()) for p in self._parameters()):
+            self._save()
+        reason = f"step {number} of stage {self.stage.name}: {', '.join(bad)} is no number."
+        fix = f"lower lr or clip in a new run; {self._go_on()}"
+        raise UserError(self.loop.folder, reason, fix)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p.detach() for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _go_on(self) -> str:
+        found = checkpoint.existing(self.loop.checkpoints)
+        return (
+            f"--resume goes on from {found[-1].name}." if found else "start again: no checkpoint was written."
         )
 
-    @contextmanager
-    def _metrics(self) -> Iterator[Any]:
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            yield file
 
-
-@contextmanager
-def _interruptible() -> Iterator[list[bool]]:
-    """Turns the first Ctrl-C (or a TERM) into a wish to stop after this step."""
-    stop = [False]
-
-    def wish(*_: object) -> None:
-        stop[0] = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one stops at once
-
-    old = {s: signal.signal(s, wish) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _progress(total: int, done: int) -> Iterator[Any]:
-    """A live line: stage, bar, steps, losses, evidence, tokens a second, time left."""
-    columns = (
-        TextColumn("{task.description:>8}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress:
-        task = progress.add_task("", total=total, completed=done, numbers="")
-
-        def update(stage: str, line: dict[str, Any]) -> None:
-            shown = [f"loss {line['loss']:.4g}"]
-            shown += [f"evidence {line['evidence']:.2f}"] if "evidence" in line else []
-            shown.append(f"{line['tokens_per_second']:,.0f} tokens/s")
-            progress.update(task, advance=1, description=stage, numbers="  ".join(shown))
-
-        yield update
+def _seed(*parts: int) -> int:
+    """One seed of several numbers, so that what is random in a step depends on nothing before it."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")

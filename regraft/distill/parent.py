@@ -14,6 +14,7 @@ from regraft.recipes.problems import nearest
 from regraft.recipes.schema import Recipe
 
 MANIFEST, EXPORT = "manifest.json", "export"
+SPENT = ("tokens", "flops", "flops_of_teacher", "device_seconds")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Parent:
     layers: list[int]
     data: dict[str, Any]  # position in the data
     data_sha256: str
+    spent: dict[str, float]  # as `compare.spending` counts it
 
     def record(self) -> dict[str, Any]:
         """What the child's manifest says about it."""
@@ -35,7 +37,16 @@ class Parent:
             "phases": self.phases,
             "data": self.data,
             "data_sha256": self.data_sha256,
+            "spent": self.spent,
         }
+
+
+def spending(manifest: dict[str, Any]) -> dict[str, float]:
+    """Tokens, FLOPs (the teacher's apart) and device-seconds of a finished run and of its parents."""
+    finished = manifest["finished"]
+    own = {**finished, "device_seconds": finished["seconds"] * finished["processes"]}
+    before = (manifest.get("parent") or {}).get("spent", {})
+    return {name: own[name] + before.get(name, 0) for name in SPENT}
 
 
 def chosen_phases(recipe: Recipe, phase: str | None, start: Path | None) -> list[str]:
@@ -84,12 +95,13 @@ def check_parent(run: Path, recipe: Recipe, phase: str, teacher_sha256: str) -> 
             raise UserError(run, f"had another `{part}` section.", "use the recipe that it began with.")
     check_hash(run / EXPORT, finished["export_sha256"], "the manifest of its run")
     return Parent(
-        str(run),
-        finished["export_sha256"],
-        done,
-        manifest["layers"],
-        finished["data"],
-        finished["data_sha256"],
+        run=str(run),
+        sha256=finished["export_sha256"],
+        phases=done,
+        layers=manifest["layers"],
+        data=finished["data"],
+        data_sha256=finished["data_sha256"],
+        spent=spending(manifest),
     )
 
 

@@ -24,6 +24,7 @@ from regraft.recipes.schema import BoundaryMSE, LayerNMSE
 TOKENS = 80  # more than one chunk of the filter, so that its state matters
 NOTHING = 1e-6  # below this a loss or gradient is 0; on a CPU it is so exactly
 SHIFT = 0.02  # how far parameters move, relative to their size
+LEARNED = 0.1  # evidence where no schedule says how far it gets
 
 
 def preflight(
@@ -63,7 +64,7 @@ def _leaves_its_teacher(
     evidence = evidence_parameters(student)
     for stage in stages:
         schedule = stage.evidence if evidence else None
-        if schedule is not None and (schedule.start or schedule.end or schedule.learn):
+        if schedule is not None and (schedule.start or schedule.end):
             return
         if any(loss.kind == "cross_entropy" and loss.weight for loss in stage.losses):
             return
@@ -81,7 +82,7 @@ def _leaves_its_teacher(
 
 def _made_up(model: RegraftForCausalLM) -> Rows:
     rng = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (2, TOKENS), generator=rng)
+    ids = torch.randint(model.config.vocab_size, (1, TOKENS), generator=rng)
     real, first = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
     first[:, 0] = True
     return Rows(ids, real, first).to(model.model.embeddings.weight.device)
@@ -143,12 +144,11 @@ def _level(stage: Stage, stages: Sequence[Stage]) -> float | None:
     """Highest evidence that a stage sees by schedules; None where none has led it so far."""
     level = None
     for earlier in stages:
-        if earlier.evidence is not None:
-            level = earlier.evidence.end
-            if earlier is stage:
-                return max(earlier.evidence.start, level)
+        schedule = earlier.evidence
+        if schedule is not None:
+            level = schedule.end or (LEARNED if schedule.learn else 0.0)
         if earlier is stage:
-            break
+            return level if schedule is None or level is None else max(schedule.start, level)
     return level
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from regraft.convert import export_model, load_model, load_tokenizer, make_stude
 from regraft.convert.convert import cast_model, write_student
 from regraft.convert.load import DTYPES
 from regraft.distill.adapters import add_adapters, merge_adapters
+from regraft.distill.compare import check_same_rows, cost_table, side_by_side, tokens_of_equal_flops
 from regraft.distill.cost import free_memory, memory_line, spent, stage_costs
 from regraft.distill.data import RowStream
+from regraft.distill.engine import Engine, release, unshard
 from regraft.distill.loop import Loop, Progressed
+from regraft.distill.metrics import check_wandb
 from regraft.distill.parent import (
     EXPORT,
     MANIFEST,
@@ -39,7 +43,7 @@ from regraft.files import (
     write_json,
     write_text,
 )
-from regraft.layers import RegraftForCausalLM
+from regraft.layers import RegraftConfig, RegraftForCausalLM
 from regraft.recipes import dump_recipe, load_recipe
 from regraft.recipes.schema import Recipe
 
@@ -70,44 +74,51 @@ def distill(
         UserError: a mistake in the recipe, its data or the directory.
         VerificationError: the converted student is not its teacher's copy; nothing is written.
     """
-    console = Console()
+    engine = _engine(recipe)
+    console = Console(quiet=not engine.main)
     out = Path(out)
     if not (resume and (out / MANIFEST).is_file()):
-        _begin(recipe, out, overwrite, console, phase, start)
+        engine.once(partial(_begin, recipe, out, overwrite, console, phase, start))
     _same_recipe(recipe, out)
     manifest = read_manifest(out)
     check_start(out / START, manifest, phase)
     stages = [stage for stage in phase_stages(recipe) if stage.name in manifest["phases"]]
-    teacher = _on_device(load_model(recipe.teacher.model, revision=recipe.teacher.revision))
-    student = _on_device(load_model(str(out / START)))
-    _train(recipe, out, student, teacher, tuple(manifest["layers"]), stages, resume, console)
+    teacher = load_model(recipe.teacher.model, revision=recipe.teacher.revision)
+    student = load_model(str(out / START))
+    _train(recipe, out, student, teacher, tuple(manifest["layers"]), stages, resume, engine, console)
 
 
-def control(run: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+def control(run: Path, *, match: str = "tokens", resume: bool = False, overwrite: bool = False) -> None:
     """Train the matched control of a run: the teacher's own layers, the run's rows in the run's order.
+
+    Args:
+        run: a finished run directory.
+        match: what is equal: `tokens`, or `flops`, the teacher's forward passes included.
+        resume, overwrite: as in `distill`.
 
     Raises:
         UserError: `run` is no finished run, or its control exists.
     """
-    console = Console()
     run = Path(run)
     parent = read_manifest(run)
     recipe = load_recipe(run / RECIPE)
+    engine = _engine(recipe)
+    console = Console(quiet=not engine.main)
     out = run / CONTROL
-    if not (resume and (out / MANIFEST).is_file()):
-        refuse_existing(out, overwrite)
-        with atomic_directory(out, overwrite) as folder:
-            phases = [*(parent["parent"] or {}).get("phases", ()), *parent["phases"]]
-            manifest = {**_origin(recipe), "kind": "control", "layers": parent["layers"], "phases": phases}
-            write_json(folder / MANIFEST, manifest)
-            write_text(folder / RECIPE, dump_recipe(recipe))
-    model = _on_device(load_model(recipe.teacher.model, revision=recipe.teacher.revision))
     layers = tuple(parent["layers"])
-    stages = control_stages(recipe, read_manifest(out)["phases"])
-    done = _train(recipe, out, model, None, layers, stages, resume, console)
-    theirs = parent.get("finished", {}).get("data_sha256")
-    if theirs not in (None, done.data_sha256):
-        raise UserError(run, "the control saw other rows than the student.", "restore the run's data files.")
+    model = load_model(recipe.teacher.model, revision=recipe.teacher.revision)
+    if not (resume and (out / MANIFEST).is_file()):
+        engine.once(partial(_begin_control, recipe, out, overwrite, parent, match, model.config))
+    manifest = read_manifest(out)
+    if manifest["match"] != match:
+        fix = f"resume with --match {manifest['match']}, or begin anew with --overwrite."
+        raise UserError(out, f"was begun with --match {manifest['match']}.", fix)
+    stages = control_stages(recipe, manifest["phases"], manifest["tokens"])
+    _train(recipe, out, model, None, layers, stages, resume, engine, console)
+    check_same_rows(run)
+    both = side_by_side(run)
+    engine.once(lambda: write_json(out / MANIFEST, {**read_manifest(out), "side_by_side": both}))
+    console.print(cost_table(both))
 
 
 def _begin(
@@ -152,6 +163,30 @@ def _begin(
     )
 
 
+def _begin_control(
+    recipe: Recipe, out: Path, overwrite: bool, parent: dict[str, Any], match: str, config: RegraftConfig
+) -> None:
+    """Make the control's directory in one piece."""
+    if "finished" not in parent:
+        raise UserError(out.parent, "is not finished.", "bring it to its end with --resume.")
+    phases = [*(parent["parent"] or {}).get("phases", ()), *parent["phases"]]
+    tokens = None
+    if match == "flops":
+        costs = stage_costs(control_stages(recipe, phases), config, None, tuple(parent["layers"]), recipe)
+        tokens = tokens_of_equal_flops(parent, costs["control"])
+    manifest = {
+        **_origin(recipe),
+        "kind": "control",
+        "layers": parent["layers"],
+        "phases": phases,
+        "match": match,
+        "tokens": tokens,
+    }
+    with atomic_directory(out, overwrite) as folder:
+        write_json(folder / MANIFEST, manifest)
+        write_text(folder / RECIPE, dump_recipe(recipe))
+
+
 def _train(
     recipe: Recipe,
     out: Path,
@@ -160,17 +195,23 @@ def _train(
     layers: tuple[int, ...],
     stages: list[Stage],
     resume: bool,
+    engine: Engine,
     console: Console,
 ) -> Progressed:
     """Run the loop in `out` and export what comes out of it."""
     torch.manual_seed(recipe.seed)
+    for model in (student, teacher):
+        if model is not None:
+            model.to(engine.device)
     if (lora := recipe.lora) is not None:
         add_adapters(student, lora, layers)
     console.print(trainable_table(student, stages, layers))
     preflight(student, teacher, stages, layers, autocast=DTYPES[recipe.teacher.dtype])
     costs = stage_costs(stages, student.config, teacher.config if teacher else None, layers, recipe)
     console.print(memory_line(costs, free_memory()), soft_wrap=True)
-    stream = RowStream(recipe.data, load_tokenizer(recipe.teacher.model, revision=recipe.teacher.revision))
+    tokenizer = load_tokenizer(recipe.teacher.model, revision=recipe.teacher.revision)
+    engine.once(partial(RowStream, recipe.data, tokenizer))  # fills the cache that the others read
+    stream = RowStream(recipe.data, tokenizer)
     loop = Loop(
         student=student,
         teacher=teacher,
@@ -180,14 +221,48 @@ def _train(
         folder=out,
         every=recipe.checkpoint.every,
         keep=recipe.checkpoint.keep,
+        best=recipe.checkpoint.best,
         autocast=DTYPES[recipe.teacher.dtype],
+        seed=recipe.seed,
+        engine=engine,
+        wandb=recipe.engine.wandb,
     )
     if (parent := read_manifest(out).get("parent")) is not None:
         stream.restore(parent["data"])
         loop.at.data_sha256 = parent["data_sha256"]
+    if stream.tokens_per_pass is not None and stream.tokens_per_pass < loop.total:
+        console.print(
+            f"data: {stream.tokens_per_pass:,} tokens; {loop.total / stream.tokens_per_pass:.2f} passes"
+        )
     if resume and loop.resume():
-        console.print(f"resuming after step {loop.at.step} of {loop.total}")
+        console.print(f"resuming after step {loop.at.step}: {loop.at.tokens:,} of {loop.total:,} tokens")
     done = loop.run()
+    unshard(student)
+    release(student)
+    engine.once(
+        partial(
+            _finish,
+            recipe,
+            out,
+            student,
+            done,
+            stream,
+            {"processes": engine.world} | spent(costs, done.places),
+        )
+    )
+    console.print(_summary(done, stream.closed_ledger(), out), soft_wrap=True)
+    return done
+
+
+def _finish(
+    recipe: Recipe,
+    out: Path,
+    student: RegraftForCausalLM,
+    done: Progressed,
+    stream: RowStream,
+    cost: dict[str, Any],
+) -> None:
+    """Export, and note in the manifest what was done."""
     student.cpu()
     merge_adapters(student)
     cast_model(student, DTYPES[recipe.teacher.dtype])
@@ -199,18 +274,37 @@ def _train(
         "data_sha256": done.data_sha256,
         "data": stream.state(),
         "tokens": done.tokens,
+        "ledger": stream.closed_ledger(),
         "steps": done.step,
         "seconds": round(done.seconds, 2),
         "device": _device_name(),
-        **spent(costs, done.places),
+        **cost,
     }
     write_json(out / MANIFEST, {**read_manifest(out), "finished": finished})
+
+
+def _summary(done: Progressed, ledger: dict[str, Any], out: Path) -> str:
     speed = done.tokens / max(done.seconds, 1e-9)
-    console.print(
-        f"{done.tokens:,} tokens in {done.seconds:.0f} s ({speed:,.0f} tokens/s); export: {out / EXPORT}",
-        soft_wrap=True,
+    passes = [
+        f"{name}: {of['passes']} passes begun\n" for name, of in ledger["sources"].items() if of["passes"] > 1
+    ]
+    dropped = ", ".join(f"{n:,} {cause.replace('_', ' ')}" for cause, n in ledger["dropped"].items() if n)
+    return (
+        "".join(passes)
+        + f"{ledger['read']:,} tokens read = {ledger['trained']:,} trained"
+        + (f" + dropped: {dropped}" if dropped else "")
+        + f"\n{done.tokens:,} tokens in {done.seconds:.0f} s ({speed:,.0f} tokens/s); export: {out / EXPORT}"
     )
-    return done
+
+
+def _engine(recipe: Recipe) -> Engine:
+    settings = recipe.engine
+    check_wandb(settings.wandb)
+    return Engine(
+        student_sharded=settings.student == "sharded",
+        teacher_sharded=settings.teacher == "sharded",
+        recompute=settings.recompute,
+    )
 
 
 def _origin(recipe: Recipe) -> dict[str, Any]:
@@ -235,10 +329,6 @@ def _same_recipe(recipe: Recipe, out: Path) -> None:
         raise UserError(
             out / RECIPE, "differs from the recipe given.", "resume with the run's own recipe.yaml."
         )
-
-
-def _on_device(model: RegraftForCausalLM) -> RegraftForCausalLM:
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def _device_name() -> str:

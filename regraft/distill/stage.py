@@ -1,5 +1,8 @@
-"""A stage: so many steps with these losses, this trainable set and these schedules. Phases are stages, and so
-is the whole control run."""
+"""A stage: so many tokens with these losses, this trainable set and these schedules. Phases are stages, and
+so is the whole control run.
+
+Schedules are functions of the tokens done, so they do not depend on how much padding a step holds.
+"""
 
 from __future__ import annotations
 
@@ -20,56 +23,55 @@ class Stage:
     train: Any  # as `trainable_names` takes it
     lr: float
     optimiser: Optimiser
-    batches: tuple[tuple[int, int], ...]  # (steps, rows a step), in order
+    segments: tuple[tuple[int, int], ...]  # (tokens, rows a step), in order; a step never crosses a segment
     micro_batch: int | None
     logit_chunk: int
     evidence: Evidence | None
 
     @property
-    def steps(self) -> int:
-        """Optimiser steps of the stage."""
-        return sum(n for n, _ in self.batches)
+    def tokens(self) -> int:
+        """Trained tokens of the stage."""
+        return sum(tokens for tokens, _ in self.segments)
 
-    def rows_at(self, step: int) -> int:
-        """Rows of a step, counted from 0."""
-        for steps, rows in self.batches:
-            if step < steps:
-                return rows
-            step -= steps
-        raise IndexError(step)
+    def next_step(self, done: int) -> tuple[int, int]:
+        """Rows and most tokens of the step after `done` tokens of the stage."""
+        for tokens, rows in self.segments:
+            if done < tokens:
+                return rows, tokens - done
+            done -= tokens
+        raise IndexError(done)
 
-    def lr_at(self, step: int) -> float:
-        """Learning rate of a step: a linear rise, then the schedule down to 0 after the last step."""
-        warmup = math.ceil(self.optimiser.warmup * self.steps)
-        if step < warmup:
-            return self.lr * (step + 1) / (warmup + 1)
-        done = (step - warmup) / max(1, self.steps - warmup)
+    def lr_at(self, done: int, tokens: int) -> float:
+        """Learning rate of a step of `tokens` after `done`, read at its middle: a linear rise from 0, then
+        the schedule down to 0 at the end of the stage."""
+        share, warmup = (done + tokens / 2) / self.tokens, self.optimiser.warmup
+        if share < warmup:
+            return self.lr * share / warmup
+        gone = (share - warmup) / (1 - warmup)
         match self.optimiser.schedule:
             case "constant":
                 return self.lr
             case "linear":
-                return self.lr * (1 - done)
+                return self.lr * (1 - gone)
             case _:
-                return self.lr * 0.5 * (1 + math.cos(math.pi * done))
+                return self.lr * 0.5 * (1 + math.cos(math.pi * gone))
 
-    def evidence_at(self, step: int) -> float | None:
-        """Evidence of a step; None where the schedule leaves it alone (no schedule, or learned from here)."""
-        if self.evidence is None or self.learns_evidence(step):
+    def evidence_at(self, done: int, tokens: int) -> float | None:
+        """Evidence of a step, read at its end, so that one step at least has the ramp's last value; None
+        where the schedule leaves it alone (no schedule, or learned from here)."""
+        if self.evidence is None or self.learns_evidence(done):
             return None
-        ramp = self._ramp_steps
-        done = 1.0 if step >= ramp else (step + 1) / (ramp + 1)
+        ramp = self.evidence.over * self.tokens
+        gone = min(1.0, (done + tokens) / ramp) if ramp else 1.0
         if self.evidence.shape == "cosine":
-            done = 0.5 * (1 - math.cos(math.pi * done))
-        return self.evidence.start + (self.evidence.end - self.evidence.start) * done
+            gone = 0.5 * (1 - math.cos(math.pi * gone))
+        return self.evidence.start + (self.evidence.end - self.evidence.start) * gone
 
-    def learns_evidence(self, step: int) -> bool:
-        """Whether the evidence of each head is a trained parameter at this step."""
-        return self.evidence is not None and self.evidence.learn and step > self._ramp_steps
-
-    @property
-    def _ramp_steps(self) -> int:
-        assert self.evidence is not None
-        return round(self.evidence.over * self.steps)
+    def learns_evidence(self, done: int) -> bool:
+        """Whether the evidence of each head is a trained parameter in the step after `done` tokens."""
+        return bool(
+            self.evidence and self.evidence.learn and done and done >= self.evidence.over * self.tokens
+        )
 
 
 def phase_stages(recipe: Recipe) -> list[Stage]:
@@ -81,7 +83,7 @@ def phase_stages(recipe: Recipe) -> list[Stage]:
             train=phase.train,
             lr=phase.lr,
             optimiser=phase,
-            batches=(_steps(phase.tokens, phase.batch_tokens, recipe.data.seq_len),),
+            segments=((phase.tokens, phase.batch_tokens // recipe.data.seq_len),),
             micro_batch=phase.micro_batch,
             logit_chunk=phase.logit_chunk,
             evidence=phase.evidence,
@@ -90,9 +92,21 @@ def phase_stages(recipe: Recipe) -> list[Stage]:
     ]
 
 
-def control_stages(recipe: Recipe, names: Sequence[str] | None = None) -> list[Stage]:
-    """The matched control: one stage over the rows of these phases (all), with cross-entropy."""
+def control_stages(
+    recipe: Recipe, names: Sequence[str] | None = None, tokens: int | None = None
+) -> list[Stage]:
+    """The matched control: one stage over the rows of these phases (all), with cross-entropy.
+
+    With `tokens` it is cut short there, or goes on so far with steps like the last.
+    """
     phases = [stage for stage in phase_stages(recipe) if names is None or stage.name in names]
+    segments = [segment for stage in phases for segment in stage.segments]
+    if tokens is not None:
+        left, cut = tokens, []
+        for most, rows in segments:
+            cut.append((min(most, left), rows))
+            left -= cut[-1][0]
+        segments = [segment for segment in (*cut, (left, segments[-1][1])) if segment[0]]
     return [
         Stage(
             name="control",
@@ -100,14 +114,9 @@ def control_stages(recipe: Recipe, names: Sequence[str] | None = None) -> list[S
             train=phases[-1].train,
             lr=recipe.control.lr,
             optimiser=recipe.control,
-            batches=tuple(batch for stage in phases for batch in stage.batches),
+            segments=tuple(segments),
             micro_batch=phases[-1].micro_batch,
             logit_chunk=phases[-1].logit_chunk,
             evidence=None,
         )
     ]
-
-
-def _steps(tokens: int, batch_tokens: int, seq_len: int) -> tuple[int, int]:
-    """Steps and rows a step for a token budget; the last step is a whole one."""
-    return math.ceil(tokens / batch_tokens), batch_tokens // seq_len

@@ -112,6 +112,7 @@ def needs_gradient(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
+@cache
 def installed() -> bool:
     """Whether there is an fla to import; says nothing about whether it works."""
     return importlib.util.find_spec("fla") is not None

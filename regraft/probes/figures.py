@@ -49,7 +49,7 @@ def collision_figures(out_dir: Path) -> list[Path]:
 
 def _margin_figure() -> Figure:
     """Margin by step: high overlap, low overlap, and high overlap in a random basis."""
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
     basis = rotations(1)[0]
     panels = (
         (f"keys along the axes, rho = {STATED}", keys(STATED)),
@@ -65,9 +65,7 @@ def _margin_figure() -> Figure:
         axis.set_title(title, fontsize=10)
         _phases(axis)
     axes[0].set_ylabel("margin of B over A at key B")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES), fontsize=8
-    )
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 

@@ -166,23 +166,45 @@ class BuiltinSource(Section):
 
 
 class TextSource(Section):
-    """A plain text file."""
+    """Plain text files, shuffled in pieces of whole paragraphs, about 8000 characters each."""
 
     kind: Literal["text"] = "text"
     """Names this source."""
     path: Text
-    """UTF-8 file; .gz and .xz are unpacked."""
+    """UTF-8 file, or several with `*`; .gz, .xz and .zst are unpacked."""
 
 
 class JsonlSource(Section):
-    """A file with one JSON object a line, each a document."""
+    """Files with one JSON object a line, each a document."""
 
     kind: Literal["jsonl"] = "jsonl"
     """Names this source."""
     path: Text
-    """UTF-8 file; .gz and .xz are unpacked."""
+    """UTF-8 file, or several with `*`; .gz, .xz and .zst are unpacked."""
     field: Text = "text"
     """Key under which a line holds its text."""
+
+
+class ParquetSource(Section):
+    """Parquet files, each row a document."""
+
+    kind: Literal["parquet"] = "parquet"
+    """Names this source."""
+    path: Text
+    """File, or several with `*`."""
+    field: Text = "text"
+    """Column that holds the text."""
+
+
+class TokenSource(Section):
+    """Files of token ids made with the teacher's tokenizer; a document ends with its end-of-text token."""
+
+    kind: Literal["tokens"] = "tokens"
+    """Names this source."""
+    path: Text
+    """A `.npy` file with one axis of integers, or raw little-endian integers; several with `*`."""
+    dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
+    """Number format of raw integers."""
 
 
 class HubSource(Section):
@@ -230,7 +252,15 @@ class MixSource(Section):
 
 
 Source = Annotated[
-    BuiltinSource | TextSource | JsonlSource | HubSource | NeedleSource | MixSource, Discriminator("kind")
+    BuiltinSource
+    | TextSource
+    | JsonlSource
+    | ParquetSource
+    | TokenSource
+    | HubSource
+    | NeedleSource
+    | MixSource,
+    Discriminator("kind"),
 ]
 MixPart.model_rebuild()
 
@@ -372,9 +402,9 @@ class Stretch(Section):
     """Which parameters move: `converted` layers, `converted+norms` (these and all norms), `all`; a list of
     patterns of parameter names such as `model.layers.*.mlp.*`; or adapters, {kind: lora, rank: 16}."""
     tokens: Tokens
-    """Training tokens of the phase, such as 100M."""
+    """Trained tokens of the phase, such as 100M: exactly so many, padding not counted."""
     batch_tokens: Tokens
-    """Tokens of one optimiser step: a multiple of `data.seq_len`."""
+    """Places for tokens in one optimiser step, padding counted: a multiple of `data.seq_len`."""
     micro_batch: Count | None = None
     """Rows computed at once (memory, not results, depends on it); null takes the whole step."""
     logit_chunk: Count = 512
@@ -469,7 +499,26 @@ class Checkpoints(Section):
     every: Count = 100
     """Steps between checkpoints; the end of a phase always has one."""
     keep: Count = 2
-    """How many of the newest are kept."""
+    """How many of the newest are kept; the last of each phase is kept too."""
+    best: bool = False
+    """Keep the best of each phase too: the lowest mean loss over the steps since the one before."""
+
+
+class Engine(Section):
+    """How training is spread over processes, which `torchrun` or `accelerate launch` start, and over memory.
+
+    None of it changes what is computed.
+    """
+
+    student: Literal["replicated", "sharded"] = "replicated"
+    """With several processes: each has the student whole (DDP), or a share of its parameters, gradients and
+    moments (FSDP2)."""
+    teacher: Literal["replicated", "sharded"] = "replicated"
+    """The same for the teacher's blocks."""
+    recompute: bool = False
+    """Compute activations inside mixers and MLPs again for the gradient: less memory, more time."""
+    wandb: bool = False
+    """Send metrics to Weights & Biases, which has to be installed."""
 
 
 class Recipe(Section):
@@ -491,6 +540,8 @@ class Recipe(Section):
     """The comparison."""
     checkpoint: Checkpoints = Checkpoints()
     """When training saves its state."""
+    engine: Engine = Engine()
+    """Processes and memory."""
     seed: Index = 0
     """Seed of everything random but the order of the data, such as new parameters."""
 

@@ -1,5 +1,1 @@
-"""Needle retrieval by depth: evaluation through lm-eval, paired statistics, tables, heatmaps, the report."""
-
-from regraft.report.run import report_run
-
-__all__ = ["report_run"]
+"""Needle retrieval by depth and perplexity by length: evaluation, paired statistics, figures, the report."""

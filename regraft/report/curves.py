@@ -23,34 +23,43 @@ STYLES = [
 ]
 
 
-def depth_profiles(scores: Sequence[Row], out_dir: Path, models: Sequence[str]) -> str:
-    """Mean over tasks by depth, a panel per length, with 95 % intervals; returns the name without suffix."""
+def depth_profiles(
+    scores: Sequence[Row], out_dir: Path, models: Sequence[str], tasks: Sequence[str] = (MEAN,)
+) -> str:
+    """Share found by depth, a panel per length, with 95 % intervals; returns the file name without suffix.
+
+    The mean over tasks by itself folds into rows of four; several tasks have a row each.
+    """
     lengths = sorted({row["length"] for row in scores})
-    columns = min(4, len(lengths))
-    figure = Figure(figsize=(max(4.0, 2.5 * columns), 2.6 * -(-len(lengths) // columns) + 0.4))
-    figure.set_layout_engine("constrained")
-    axes = figure.subplots(-(-len(lengths) // columns), columns, sharex=True, sharey=True, squeeze=False)
-    for axis in axes.flat[len(lengths) :]:
+    columns = min(4, len(lengths)) if len(tasks) == 1 else len(lengths)
+    panels = [(task, length) for task in tasks for length in lengths]
+    rows = -(-len(panels) // columns)
+    height = 2.6 if len(tasks) == 1 else 1.75
+    figure = Figure(figsize=(max(4.0, 2.5 * columns), height * rows + 0.5), layout="constrained")
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    for axis, length in zip(axes.flat, lengths, strict=False):
+    for axis, (task, length) in zip(axes.flat, panels, strict=False):
         for model in models:
-            rows = [
+            own = [
                 row
                 for row in scores
-                if (row["task"], row["model"], row["length"]) == (MEAN, model, length)
+                if (row["task"], row["model"], row["length"]) == (task, model, length)
                 and row["depth"] is not None
             ]
-            rows.sort(key=lambda row: row["depth"])
-            x = [(row["depth"] + 0.5) * 100 / DECILES for row in rows]
-            _line(axis, x, rows, "mean", model, models)
-        axis.set_title(f"{length:,} tokens", fontsize=9.5, loc="left")
+            own.sort(key=lambda row: row["depth"])
+            x = [(row["depth"] + 0.5) * 100 / DECILES for row in own]
+            _line(axis, x, own, "mean", model, models)
+        name = "" if len(tasks) == 1 else f"{task.removeprefix('niah_')}, "
+        axis.set_title(f"{name}{length:,} tokens", fontsize=9.5, loc="left")
         axis.set_ylim(-0.03, 1.03)
         axis.set_xlim(0, 100)
     figure.supxlabel("depth of the needle, % of the context (0 = top of the document)", fontsize=9)
-    axes[0, 0].set_ylabel("share found, mean over tasks", fontsize=9)
+    figure.supylabel("share found" + (", mean over tasks" if tasks == (MEAN,) else ""), fontsize=9)
     _legend(figure, axes[0, 0])
-    save(figure, out_dir / "niah_depth")
-    return "niah_depth"
+    name = "niah_depth" if len(tasks) == 1 else "niah_depth_tasks"
+    save(figure, out_dir / name)
+    return name
 
 
 def perplexity_curves(rows: Sequence[Row], out_dir: Path, models: Sequence[str]) -> str:
@@ -76,6 +85,7 @@ def perplexity_curves(rows: Sequence[Row], out_dir: Path, models: Sequence[str])
             axis.xaxis.set_major_locator(FixedLocator(sorted(at)))
             axis.xaxis.set_minor_locator(NullLocator())
             axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        right.set_xlim(right=1.1 * longest)
     figure.supxlabel("tokens", fontsize=9)
     _legend(figure, axes[0, 0])
     save(figure, out_dir / "perplexity")
@@ -92,7 +102,7 @@ def _line(
         color=colour, marker=marker, linestyle=line, markersize=4, linewidth=1.6, label=model,
     )  # fmt: skip
     axis.fill_between(
-        x, [row["low"] for row in rows], [row["high"] for row in rows], color=colour, alpha=0.13, linewidth=0
+        x, [row["low"] for row in rows], [row["high"] for row in rows], color=colour, alpha=0.09, linewidth=0
     )
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)

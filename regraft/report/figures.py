@@ -78,9 +78,7 @@ def _figure(task: str, scores: list[Row], gains: list[Row], models: list[str], c
     axes = figure.subplots(len(rows), columns, sharex=True, sharey=True, squeeze=False)
     title = "mean over tasks" if task == MEAN else task
     figure.suptitle(f"Needle retrieval, {title}: share of asked values found", fontsize=11)
-    # one scale for all differences, never narrower than ten points: noise must look pale
-    largest = max((abs(row["difference"]) for row in gains if row["depth"] is not None), default=0.0)
-    limit = max(0.1, np.ceil(largest * 10) / 10)
+    limit = _difference_limit([row for row in gains if row["depth"] is not None])
     for axis_row, (block, gained) in zip(axes, rows, strict=True):
         image = None
         for axis, model in zip(axis_row, [*block, *[None] * (columns - len(block))], strict=True):
@@ -97,6 +95,16 @@ def _figure(task: str, scores: list[Row], gains: list[Row], models: list[str], c
             figure.colorbar(image, ax=list(axis_row), pad=0.01, aspect=30, ticks=ticks)
     _label(figure, axes, bool(gains))
     return figure
+
+
+def _difference_limit(gains: list[Row]) -> float:
+    """End of the one scale of all differences: what chance alone gives a cell must look pale.
+
+    Ten points at least, and twice the largest standard error of a share of n needles, which is `1/sqrt(n)`.
+    """
+    largest = max((abs(row["difference"]) for row in gains), default=0.0)
+    chance = max((row["n"] ** -0.5 for row in gains), default=0.0)
+    return float(min(1.0, max(0.1, np.ceil(10 * max(largest, chance)) / 10)))
 
 
 def _label(figure: Figure, axes: Any, gains: bool) -> None:

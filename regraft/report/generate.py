@@ -14,13 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from regraft.layers import RegraftCache, RegraftForCausalLM
 from regraft.report.tasks import complete
 
-PREFILL_TOKENS = {
-    "cpu": 4096,
-    "cuda": 131_072,
-}  # read at once: what fits the processor's cache, or fills the GPU
-BLOCK = (
-    64  # shared beginnings end at whole chunks of the filter, which then sums in the same order either way
-)
+# Tokens read at once: what fits the processor's cache, or fills the GPU. Longer prompts are read in pieces.
+PREFILL_TOKENS = {"cpu": 4096, "cuda": 131_072}
+# Shared beginnings and pieces end at whole chunks of the filter, which sums in the same order either way.
+BLOCK = 64
 SPREAD = 1.1  # prompts read together differ in length by this factor at most
 
 
@@ -136,8 +133,11 @@ def _read_part(
     width = max(map(len, part))
     ids = torch.tensor([(0,) * (width - len(row)) + row for row in part], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in part], device=model.device)
-    out = model(ids, mask, cache=_copies(beginning, len(part)), use_cache=True, logits_to_keep=1)
-    return out.cache, out.logits[:, -1]
+    cache = _copies(beginning, len(part)) or RegraftCache(model.config.num_hidden_layers)
+    step = max(BLOCK, PREFILL_TOKENS.get(model.device.type, 4096) // len(part) // BLOCK * BLOCK)
+    for piece, piece_mask in zip(ids.split(step, dim=1), mask.split(step, dim=1), strict=True):
+        out = model(piece, piece_mask, cache=cache, logits_to_keep=1)
+    return cache, out.logits[:, -1]
 
 
 def _shared(batch: list[Prompt]) -> int:

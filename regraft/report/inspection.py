@@ -52,7 +52,7 @@ class Trace:
 
 
 def inspect_student(entrant: Entrant, seed: int, folder: Path) -> list[tuple[str, str]]:
-    """Draw two figures a converted layer into `folder`: the needle's trace, and calibration.
+    """Draw a figure a converted layer into `folder`, the needle's trace, and one of all layers' calibration.
 
     Args:
         entrant: a model of ours with at least one layer that keeps a covariance.
@@ -68,16 +68,15 @@ def inspect_student(entrant: Entrant, seed: int, folder: Path) -> list[tuple[str
     model = entrant.load()
     if not isinstance(model, RegraftForCausalLM):
         raise UserError("--inspect", "the model is not one of ours.", "inspect a converted student.")
-    document = _document(entrant, seed)
+    found = traces(model, entrant.tokenizer, _document(entrant, seed))
     figures = []
-    for layer, trace in traces(model, entrant.tokenizer, document).items():
-        name, other = f"inspect_layer_{layer}", f"calibration_layer_{layer}"
+    for layer, trace in found.items():
+        name = f"inspect_layer_{layer}"
         save(_trace_figure(trace, layer), folder / name)
-        figures.append(
-            (name, f"Layer {layer}: gain, variance along the needle's keys, error of its read-out")
-        )
-        save(_calibration_figure(trace, layer), folder / other)
-        figures.append((other, f"Layer {layer}: predicted variance of what comes in, against its real error"))
+        caption = f"Layer {layer}: gain, variance along the needle's keys, error of its read-out"
+        figures.append((name, caption))
+    save(_calibration_figure(found), folder / "calibration")
+    figures.append(("calibration", "Predicted variance of what comes in, against its real error"))
     return figures
 
 
@@ -180,7 +179,9 @@ def _trace_figure(trace: Trace, layer: int) -> Figure:
     axes = figure.subplots(3, 1, sharex=True)
     title = f"Layer {layer}: a needle in the filter (mean over heads; thin lines: each head)"
     figure.suptitle(title, fontsize=11)
-    axes[0].plot(trace.predicted.mean(1), color="#222222", linewidth=1, label="predicted variance before it")
+    axes[0].plot(
+        trace.predicted.mean(1), color="#222222", linewidth=1, label="predicted variance before the write"
+    )
     axes[0].plot(trace.gain.mean(1), color="#009E73", linewidth=1, label="gain of the write")
     axes[0].set_ylabel("at each token's own key\n(prior variance 1)", fontsize=9)
     for axis, kind in ((axes[1], "variance"), (axes[2], "error")):
@@ -220,21 +221,27 @@ def calibration(trace: Trace) -> tuple[NDArray[np.float64], NDArray[np.float64],
     return means[0], means[1], correlation
 
 
-def _calibration_figure(trace: Trace, layer: int) -> Figure:
-    x, y, correlation = calibration(trace)
-    figure = Figure(figsize=(5.2, 4.2), layout="constrained")
-    axis = figure.subplots()
-    axis.plot(x, y, "o", color=_COLOURS["rest"], markersize=6, label="tokens of like prediction")
-    ends = [min(x.min(), y.min()) * 0.8, max(x.max(), y.max()) * 1.25]
-    axis.plot(ends, ends, "--", color=_COLOURS["gain"], label="as predicted")
-    if ends[1] > 20 * ends[0]:
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-    axis.set_title(f"Layer {layer}: rank correlation {correlation:.2f}", fontsize=10, loc="left")
-    axis.set_xlabel("predicted variance, read-out and noise", fontsize=9)
-    axis.set_ylabel("squared innovation, scaled per head", fontsize=9)
-    axis.legend(frameon=False, fontsize=9)
-    _plain(axis)
+def _calibration_figure(found: dict[int, Trace]) -> Figure:
+    """A panel per layer, three in a row."""
+    rows = -(-len(found) // 3)
+    figure = Figure(figsize=(8.6, 2.9 * rows + 0.4), layout="constrained")
+    axes = figure.subplots(rows, 3, squeeze=False)
+    for axis in axes.flat[len(found) :]:
+        axis.set_axis_off()
+    for axis, (layer, trace) in zip(axes.flat, found.items(), strict=False):
+        x, y, correlation = calibration(trace)
+        axis.plot(x, y, "o", color=_COLOURS["rest"], markersize=5, label="tokens of like prediction")
+        ends = [min(x.min(), y.min()) * 0.8, max(x.max(), y.max()) * 1.25]
+        axis.plot(ends, ends, "--", color=_COLOURS["gain"], label="as predicted")
+        if ends[1] > 20 * ends[0]:
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+        axis.set_title(f"Layer {layer}: rank correlation {correlation:.2f}", fontsize=9.5, loc="left")
+        _plain(axis)
+    figure.supxlabel("predicted variance, read-out and noise", fontsize=9)
+    axes[0, 0].set_ylabel("squared innovation, scaled per head", fontsize=9)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
     return figure
 
 

@@ -26,6 +26,7 @@ from regraft.report.shelf import Shelf
 from regraft.report.tasks import Tick, describe
 from regraft.report.texts import texts
 
+TOKEN_CHARACTERS = 64  # no token is longer than that on average
 SEGMENT = 2048  # tokens read at once; the state carries what came before
 HEAD_TOKENS = 1024  # logits of so many tokens exist at once
 AT_ONCE = {"cpu": 4096, "cuda": 65_536}  # tokens of a batch of segments
@@ -87,9 +88,8 @@ def stretches(
     """The first `count` stretches of `length` tokens; a document's rest that fills none is left out."""
     found: list[Stretch] = []
     for number, text in enumerate(documents):
-        # a long text is tokenised as far as it can be needed: no token is longer than 64 bytes on average
         encoded = tokenizer(
-            text[: 64 * length * (count - len(found))],
+            text[: TOKEN_CHARACTERS * length * (count - len(found))],  # as far as it can be needed
             add_special_tokens=False, return_offsets_mapping=True, verbose=False,
         )  # fmt: skip
         ids, spans = encoded["input_ids"], encoded["offset_mapping"]
@@ -139,7 +139,8 @@ def measure(
     tokenizer = next(iter(models.values())).tokenizer
     header = {**describe(tokenizer), "before": tokenizer.decode([_before(tokenizer)])}
     records: list[Record] = []
-    made = {name: stretches(texts(name), tokenizer, max(lengths), samples) for name in sets}
+    needed = TOKEN_CHARACTERS * max(lengths) * samples
+    made = {name: stretches(texts(name, needed), tokenizer, max(lengths), samples) for name in sets}
     for name, found in made.items():
         if not found:
             reason = f"no document of {name} has {max(lengths)} tokens."

@@ -64,6 +64,8 @@ def write_report(
         shown = baseline if baseline is not None else next((row["baseline"] for row in found.gains), None)
         figures = heatmaps(found.scores, found.gains, folder, models=models, baseline=shown, colours=colours)
         figures["depth"] = depth_profiles(found.scores, folder, models)
+        if len(found.settings["tasks"]) > 1:
+            figures["depth by task"] = depth_profiles(found.scores, folder, models, found.settings["tasks"])
         if found.perplexity:
             figures["perplexity"] = perplexity_curves(found.perplexity, folder, models)
         if inspect is not None:

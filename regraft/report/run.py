@@ -8,18 +8,22 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from regraft.convert import load_model, load_tokenizer, open_checkpoint
+from regraft.convert.load import DTYPES
+from regraft.convert.plan import TEACHER_TYPE
+from regraft.distill.compare import cost_table, side_by_side
 from regraft.distill.run import CONTROL, EXPORT, RECIPE
 from regraft.errors import UserError
-from regraft.files import hash_directory, refuse_existing
-from regraft.layers import RegraftForCausalLM
+from regraft.files import hash_directory, refuse_existing, user_cache
+from regraft.layers import RegraftConfig
 from regraft.recipes import load_recipe
 from regraft.recipes.schema import Recipe
 from regraft.report.niah import Entrant, Record, evaluate, progress_bar
 from regraft.report.perplexity import measure
 from regraft.report.report import terminal_table, write_report
-from regraft.report.shelf import Shelf, user_cache
+from regraft.report.shelf import Shelf
 
 MIN_COLUMNS = 100  # what the table needs; off a terminal rich takes 80 and would break names into letters
 STUDENT, FINISHED = "student", "evaluated"
@@ -89,6 +93,8 @@ def report_run(
     )  # fmt: skip
     table = terminal_table(records, student=student, baseline=baseline if len(places) > 1 else None)
     console.print(table)
+    if run is not None and (both := side_by_side(run)):
+        console.print(cost_table(both))
     for name in ("html", "markdown", "json", "heatmap"):
         console.print(f"{name}: {paths[name]}", soft_wrap=True)
     if run is not None:
@@ -128,8 +134,22 @@ def _entrant(place: str, dtype: str) -> Entrant:
     return Entrant(functools.partial(_load, place, dtype), load_tokenizer(place), f"{digest} {dtype}")
 
 
-def _load(place: str, dtype: str) -> RegraftForCausalLM:
-    return load_model(place, dtype=dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+def _load(place: str, dtype: str) -> PreTrainedModel:
+    """In our decoder where that hosts the model; any other causal LM through transformers, without its code.
+
+    Raises:
+        UserError: transformers cannot load it.
+    """
+    checkpoint = open_checkpoint(place)
+    if checkpoint.config.get("model_type") in (TEACHER_TYPE, RegraftConfig.model_type):
+        model: PreTrainedModel = load_model(place, dtype=dtype)
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=DTYPES[dtype])
+        except (OSError, ValueError) as error:
+            fix = "give a causal language model that transformers loads without its own code."
+            raise UserError(checkpoint.path, f"does not load: {error}.", fix) from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _evaluated(

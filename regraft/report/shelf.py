@@ -51,10 +51,3 @@ class Shelf:
     def _path(self, key: Mapping[str, Any]) -> Path:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{digest[:32]}.jsonl.gz"
-
-
-def user_cache() -> Path:
-    """`$REGRAFT_CACHE`, or `regraft` in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`)."""
-    if own := os.environ.get("REGRAFT_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regraft"

@@ -52,7 +52,7 @@ def sections(found: Findings, figures: dict[str, str]) -> list[Section]:
 
     Args:
         found: the rows.
-        figures: file name without suffix, by task, and of `depth` and `perplexity`.
+        figures: file name without suffix, by task, and of `depth`, `depth by task` and `perplexity`.
     """
     settings, lengths = found.settings, found.settings["lengths"]
     read = (
@@ -75,7 +75,15 @@ def sections(found: Findings, figures: dict[str, str]) -> list[Section]:
             ],
         ),
         *(Section(f"{n:,} tokens", 3, grid=_by_depth(n, found.scores, found.gains)) for n in lengths),
-        Section("By task", grid=_by_length(found.scores, settings["tasks"])),
+        Section(
+            "By task",
+            grid=_by_length(found.scores, settings["tasks"]),
+            figures=[
+                (figures[key], "Every task by depth with 95 % intervals")
+                for key in ("depth by task",)
+                if key in figures
+            ],
+        ),
         *(
             Section(task, 3, figures=[(figures[task], f"{task} by length and depth; differences below")])
             for task in settings["tasks"]

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from regraft.assets.haystack import Haystack
 from regraft.assets.needles import ALL_TASKS, GENERATOR_VERSION, NeedleDocument, make_document
 from regraft.errors import UserError
-from regraft.report.shelf import Shelf, user_cache
+from regraft.files import user_cache
+from regraft.report.shelf import Shelf
 
 Cell = tuple[str, int]  # (task, length)
 TASK_DIR = Path(__file__).parent / "lm_eval_tasks"  # for `lm_eval run --include_path`
@@ -132,6 +132,8 @@ def task_config(documents: list[NeedleDocument]) -> dict[str, Any]:
     however it is worded ("1. 1234567", a list by lines). `NeedleLM` adds the one stop that can cut nothing
     right: every value is complete.
     """
+    from datasets import Dataset  # seconds, and only lm-eval wants it
+
     first = documents[0]
     rows = [document.to_dict() for document in documents]
     own = _read_yaml(f"{first.task}.yaml")
@@ -166,7 +168,7 @@ def dataset(
     tokenizer: str | None = None,
     max_length: int | None = None,
     **_: Any,
-) -> dict[str, Dataset]:
+) -> dict[str, Any]:
     """Documents of one shipped lm-eval task, called by lm-eval with the task's and the command's metadata.
 
     Args:
@@ -177,6 +179,7 @@ def dataset(
     Raises:
         UserError: no tokenizer is named, or the model would be given less of a prompt than there is.
     """
+    from datasets import Dataset
     from transformers import AutoConfig, AutoTokenizer
 
     name = tokenizer or pretrained

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from regraft.assets import austen
-from regraft.distill.data import _json_lines, _read_text
+from regraft.distill.text_files import json_texts, read_text, unpacked_suffix
 from regraft.errors import UserError
 
 TEXT_FILES, JSON_FILES = (".txt", ".md"), (".jsonl", ".json")
@@ -31,12 +31,13 @@ HUB_SETS = {
 }
 
 
-def texts(name: str) -> Iterator[str]:
+def texts(name: str, characters: int | None = None) -> Iterator[str]:
     """Documents of a text set, in its own order.
 
     Args:
-        name: `austen`, a name in `HUB_SETS`, or a .txt, .md, .jsonl file, also as .gz or .xz; a text file is
-            one document, a JSONL file has one a line under `text`.
+        name: `austen`, a name in `HUB_SETS`, or a .txt, .md, .jsonl file, also as .gz, .xz or .zst; a text
+            file is one document, a JSONL file has one a line under `text`.
+        characters: a text file is read so far and no further, by default to its end.
 
     Raises:
         UserError: unknown name, or what it names cannot be read.
@@ -46,11 +47,10 @@ def texts(name: str) -> Iterator[str]:
     if name in HUB_SETS:
         return _hub(name)
     path = Path(name)
-    suffix = next((s for s in reversed(path.suffixes) if s not in (".gz", ".xz")), "")
-    if suffix in JSON_FILES:
-        return iter(_json_lines(name, "text"))
-    if suffix in TEXT_FILES:
-        return iter([_read_text(name)])
+    if unpacked_suffix(path) in JSON_FILES:
+        return (text for text in json_texts(path, "text") if text.strip())
+    if unpacked_suffix(path) in TEXT_FILES:
+        return iter([read_text(path, characters)])
     known = ", ".join(["austen", *HUB_SETS])
     raise UserError(name, "is no known text set.", f"use {known}, or a .txt or .jsonl file.")
 

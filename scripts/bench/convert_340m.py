@@ -58,6 +58,7 @@ def main() -> None:
             print(
                 f"| {row['step']} | {row['seconds']:.0f} | {row['cpu_seconds']:.0f} | {row['peak_gb']:.2f} |"
             )
+        print(f"\n{rows[-1]['said'].splitlines()[-1]}")
 
 
 def measure(base: Path, shape: dict[str, Any], layers: str, dtype: str) -> list[dict[str, Any]]:

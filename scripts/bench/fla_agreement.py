@@ -117,7 +117,7 @@ def finish(processes: list[subprocess.Popen[bytes]], until: float) -> None:
 
 def spawn(what: str, folder: Path, result: Path, configs: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, "--out", str(result.parent), "--configs", str(configs)]
-    environment = os.environ | {"TRITON_CACHE_AUTOTUNING": "1", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"TRITON_CACHE_AUTOTUNING": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if what == "float32":
         environment["TRITON_F32_DEFAULT"] = "tf32x3"
@@ -144,17 +144,16 @@ def child(what: str, folder: Path, result: Path, configs: int) -> None:
 
 def thin_autotuning(most: int) -> None:
     """Let kernels of this process choose among at most so many configurations, spread over their lists."""
-    import triton
+    from triton.runtime.autotuner import Autotuner
 
     if not most:
         return
-    original = triton.autotune
+    original = Autotuner.__init__  # fla's own autotuner is derived from it
 
-    @functools.wraps(original)  # fla looks at its signature
-    def autotune(configs: list[Any], *rest: Any, **settings: Any) -> Any:
-        return original(configs[:: -(-len(configs) // most)], *rest, **settings)
+    def thinned(self: Any, fn: Any, arg_names: Any, configs: list[Any], *rest: Any, **settings: Any) -> None:
+        original(self, fn, arg_names, configs[:: -(-len(configs) // most) or 1], *rest, **settings)
 
-    triton.autotune = autotune
+    Autotuner.__init__ = thinned
 
 
 def fla_models() -> ModuleType:
