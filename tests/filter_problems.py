@@ -101,8 +101,7 @@ def results_and_gradients(problem: Problem, **settings: Any) -> dict[str, Tensor
     }
     rng = torch.Generator().manual_seed(1)
     loss = sum(
-        (x * torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x)).sum()
-        for x in results.values()
+        (x * torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x)).sum() for x in results.values()
     )
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return {

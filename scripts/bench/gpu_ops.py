@@ -78,7 +78,8 @@ def measure(
 
 
 def ours(**settings: Any) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
-    return lambda x: kalman_delta_rule(**x, check=False, **settings)[0]
+    arguments: dict[str, Any] = {"check": False, **settings}
+    return lambda x: kalman_delta_rule(**x, **arguments)[0]  # type: ignore[arg-type]
 
 
 def fla_gdn(x: dict[str, torch.Tensor]) -> torch.Tensor:
