@@ -5,7 +5,7 @@
 
 `--loop lm-eval` is `HFLM.generate_until` with `--batch-size`; `--loop generate` is what that calls at its
 default batch size of 1, transformers' own `generate`, one document after the other, and needs neither lm-eval
-nor datasets.
+nor datasets (wonderwords it does need).
 On a CPU seconds are those of the processor, so other programs may run.
 """
 
@@ -91,10 +91,10 @@ def load(model: str, random: str | None) -> tuple[RegraftForCausalLM, PreTrained
         "bayesian" if random.endswith("bayesian") and i in BAYESIAN else "gated_deltanet" for i in range(24)
     ]
     config = RegraftConfig(**SHAPE_340M, mixers=[{"kind": kind} for kind in kinds])
-    model = RegraftForCausalLM(config).eval()
+    made = RegraftForCausalLM(config).eval()
     if device == "cuda":
-        to_bfloat16(model)
-    return model.to(device), AutoTokenizer.from_pretrained(teacher_dir())
+        to_bfloat16(made)
+    return made.to(device), AutoTokenizer.from_pretrained(teacher_dir())
 
 
 def to_bfloat16(model: RegraftForCausalLM) -> None:
