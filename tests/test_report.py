@@ -426,6 +426,16 @@ def test_shipped_tasks_run_from_lm_evals_own_command_line_without_network(tokeni
         dataset(task="niah_single_1", length=4096, pretrained=str(tmp_path / "model"))
 
 
+@pytest.mark.slow
+def test_the_page_on_evaluation_runs(capsys):
+    """Its Python; its commands are those of the tests of `report` and of lm-eval's command line."""
+    page = Path(regraft.__file__).parents[1] / "docs" / "evaluation.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(code, {})
+    rows = eval(capsys.readouterr().out)
+    assert {row[0] for row in rows} == {256, 512} and all(low <= mean <= high for _, mean, low, high in rows)
+
+
 def test_shipped_tasks_have_the_generators_budgets():
     for name, task in ALL_TASKS.items():
         config = yaml.load((TASK_DIR / f"{name}.yaml").read_text(), yaml.BaseLoader)

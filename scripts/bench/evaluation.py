@@ -5,7 +5,7 @@
 
 `--loop lm-eval` is `HFLM.generate_until` with `--batch-size`; `--loop generate` is what that calls at its
 default batch size of 1, transformers' own `generate`, one document after the other, and needs neither lm-eval
-nor datasets.
+nor datasets (wonderwords it does need).
 On a CPU seconds are those of the processor, so other programs may run.
 """
 
@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from regraft.assets import teacher_dir
 from regraft.assets.needles import ALL_TASKS, make_document
 from regraft.layers import RegraftConfig, RegraftForCausalLM
+from regraft.layers.mixer import Mixer
 from regraft.report.generate import Prompt, answer
 from regraft.report.tasks import found
 
@@ -90,8 +91,19 @@ def load(model: str, random: str | None) -> tuple[RegraftForCausalLM, PreTrained
         "bayesian" if random.endswith("bayesian") and i in BAYESIAN else "gated_deltanet" for i in range(24)
     ]
     config = RegraftConfig(**SHAPE_340M, mixers=[{"kind": kind} for kind in kinds])
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return RegraftForCausalLM(config).eval().to(device, dtype), AutoTokenizer.from_pretrained(teacher_dir())
+    made = RegraftForCausalLM(config).eval()
+    if device == "cuda":
+        to_bfloat16(made)
+    return made.to(device), AutoTokenizer.from_pretrained(teacher_dir())
+
+
+def to_bfloat16(model: RegraftForCausalLM) -> None:
+    """What the mixers keep in float32 stays so, as in a checkpoint that is loaded in bfloat16."""
+    mixers = [(name, m) for name, m in model.named_modules() if isinstance(m, Mixer)]
+    kept = {f"{name}.{own}." for name, m in mixers for own in m.float32_parameters}
+    for name, parameter in model.named_parameters():
+        if not f"{name}.".startswith(tuple(kept)):
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def prompts_of(tokenizer: Any, tasks: list[str], length: int, samples: int) -> tuple[list[str], list[Prompt]]:
