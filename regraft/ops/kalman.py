@@ -139,7 +139,8 @@ def kalman_delta_rule(
     if anisotropic and backend == "chunk":
         raise ValueError("rotation: with per-channel decay or process noise only `reference` has it")
     sequential = backend == "reference" or (backend == "auto" and (few or anisotropic))
-    with torch.autocast(q.device.type, enabled=False), full_float32():
+    # device_of: kernels start on the current device, which need not be the one that holds the tensors
+    with torch.autocast(q.device.type, enabled=False), full_float32(), torch.cuda.device_of(q):
         if kernels:
             o, mean, cov = triton_filter(x, scale, chunk_size, precision)
         elif not sequential:
