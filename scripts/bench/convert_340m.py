@@ -81,22 +81,33 @@ def measure(base: Path, shape: dict[str, Any], layers: str, dtype: str) -> list[
     return [{"step": name, **run(command)} for name, command in steps.items()]
 
 
+# A process starts with its parent's peak of resident memory to its name, so a small one comes in between.
+_LAUNCH = """
+import json, os, subprocess, sys
+process = subprocess.Popen(sys.argv[2:])
+_, status, usage = os.wait4(process.pid, 0)
+process.returncode = os.waitstatus_to_exitcode(status)
+with open(sys.argv[1], "w") as file:
+    json.dump([process.returncode, usage.ru_utime + usage.ru_stime, usage.ru_maxrss], file)
+"""
+
+
 def run(command: list[str]) -> dict[str, Any]:
     """Run one step in a process of its own."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     start = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        said.seek(0)
-        text = said.read()
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(command[:4])} ended with {process.returncode}: {text[-2000:]}")
+    with tempfile.NamedTemporaryFile("r") as usage:
+        launch = [sys.executable, "-c", _LAUNCH, usage.name, *command]
+        text = subprocess.run(
+            launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+        ).stdout
+        code, cpu_seconds, peak = json.load(usage)
+    if code:
+        raise RuntimeError(f"{' '.join(command[:4])} ended with {code}: {text[-2000:]}")
     return {
         "seconds": time.perf_counter() - start,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_gb": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9,  # KiB but for there
+        "cpu_seconds": cpu_seconds,
+        "peak_gb": peak * (1 if sys.platform == "darwin" else 1024) / 1e9,  # KiB but for there
         "said": text,
     }
 
