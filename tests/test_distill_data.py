@@ -143,7 +143,7 @@ def test_paragraphs_keep_every_word():
     ("name", "content", "message"),
     [
         ("cut.jsonl.zst", zstandard.ZstdCompressor().compress(b"x" * 999)[:9], "read|holds no text"),
-        ("cut.txt.gz", gzip.compress(b"x" * 9999)[:30], "cannot be read"),
+        ("cut.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:30], "cannot be read"),
         ("not.parquet", b"PAR1", "cannot be read"),
         ("t.npy", b"", "cannot be read"),
         ("t.bin", b"\xff\xff", "holds token 65535.*below 8192"),
@@ -152,6 +152,7 @@ def test_paragraphs_keep_every_word():
         ("nothing.txt", None, "no such file"),
         ("blank.jsonl", b'{"text": " "}\n', "holds no text"),
     ],
+    ids=["zst cut", "gz cut", "parquet", "npy empty", "id too large", "empty", "no document", "no file", "blank"],
 )  # fmt: skip
 def test_files_without_use_are_named(tmp_path, tokenizer, cache, name, content, message):
     if content is not None:
