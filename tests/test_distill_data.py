@@ -152,7 +152,7 @@ def test_paragraphs_keep_every_word():
         ("nothing.txt", None, "no such file"),
         ("blank.jsonl", b'{"text": " "}\n', "holds no text"),
     ],
-    ids=["zst cut", "gz cut", "parquet", "npy empty", "id too large", "empty", "no document", "no file", "blank"],
+    ids=["zst cut", "gz cut", "parquet", "npy empty", "id", "empty", "no document", "no file", "blank"],
 )  # fmt: skip
 def test_files_without_use_are_named(tmp_path, tokenizer, cache, name, content, message):
     if content is not None:
