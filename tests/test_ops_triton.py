@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.filter_problems import hard_problem, make_problem, results_and_gradients, run
+from filter_problems import hard_problem, make_problem, results_and_gradients, run
+from kernel_problems import DEVICE, on_gpu
 
 pytest.importorskip("triton")
 
 from regraft.ops.triton import dense
 from regraft.ops.triton.chunks import Chunks
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter would take minutes")
 
 
 def errors(problem: dict[str, torch.Tensor], **settings: Any) -> dict[str, float]:

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_problems import DEVICE, on_gpu, poisoned, ratio, results  # noqa: F401
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -17,21 +18,12 @@ from regraft.ops.triton import memory_backward, memory_forward
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.memory import memory_pass
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("poisoned")
 NAMES = ("q", "k", "kappa", "v", "g", "mean")
 # RMS of the difference over RMS of the reference: of outputs, of gradients.
 TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (5e-3, 8e-3)}
 if DEVICE == "cpu":  # the interpreter cuts bfloat16 off where a GPU rounds
     TOLERANCE[torch.bfloat16] = (1e-2, 1.6e-2)
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter would take minutes")
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that no kernel writes holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def recurrence(
@@ -79,11 +71,6 @@ def make_inputs(
     return {name: x.to(DEVICE) for name, x in rounded.items()}
 
 
-def ratio(x: Tensor, reference: Tensor) -> float:
-    assert x.isfinite().all()
-    return float((x.double() - reference).norm() / reference.norm().clamp(min=1e-12))
-
-
 def compare(
     lengths: list[int],
     *,
@@ -100,34 +87,19 @@ def compare(
 ) -> None:
     inputs = {**make_inputs(lengths, H=H, Hk=Hk, G=G, D=D, V=V), **(edit or {})}
     ends = [0, *accumulate(lengths)]
-    expected = results(inputs, lambda x: recurrence(x, ends, 0.5, innovation))
+    expected = results(inputs, lambda x: recurrence(x, ends, 0.5, innovation), "o")
     chunks = Chunks.of(1, ends[-1], C, ends, torch.device(DEVICE))
     cast = {name: x.to(torch.float32 if name in ("g", "mean") else dtype) for name, x in inputs.items()}
     got = results(
         cast,
         lambda x: memory_pass(*(x[n] for n in NAMES), chunks, scale=0.5, innovation=innovation, **settings),
+        "o",
     )
     bounds = TOLERANCE[dtype]
     wrong = {
         name: r for name, x in expected.items() if (r := ratio(got[name], x)) > bounds[name.startswith("d")]
     }
     assert not wrong, wrong
-
-
-def results(inputs: dict[str, Tensor], run) -> dict[str, Tensor]:
-    """Outputs, and gradients of a fixed functional of them."""
-    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    outputs = dict(zip(("o", "final"), run(leaves), strict=True))
-    rng = torch.Generator().manual_seed(1)
-    loss = sum(
-        (x * torch.randn(x.shape, generator=rng).bfloat16().to(x.device, x.dtype)).sum()
-        for x in outputs.values()
-    )
-    gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    return {
-        **{name: x.detach() for name, x in outputs.items()},
-        **{f"d{name}": x for name, x in zip(leaves, gradients, strict=True)},
-    }
 
 
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 35])
@@ -175,6 +147,7 @@ def test_a_document_does_not_touch_its_neighbours():
         got[name] = results(
             {n: y.float() for n, y in x.items()},
             lambda y, chunks=chunks: memory_pass(*(y[n] for n in NAMES), chunks, scale=0.5),
+            "o",
         )
     torch.testing.assert_close(got["packed"]["o"][17:], got["apart"]["o"], rtol=0, atol=0)
     torch.testing.assert_close(got["packed"]["final"][1:], got["apart"]["final"], rtol=0, atol=0)
@@ -185,7 +158,9 @@ def test_recomputing_changes_nothing():
     inputs = {name: x.float() for name, x in make_inputs([19], H=2, Hk=2, G=1, D=16, V=16).items()}
     chunks = Chunks.of(1, 19, 16, None, torch.device(DEVICE))
     kept, again = (
-        results(inputs, lambda x, r=r: memory_pass(*(x[n] for n in NAMES), chunks, scale=0.5, recompute=r))
+        results(
+            inputs, lambda x, r=r: memory_pass(*(x[n] for n in NAMES), chunks, scale=0.5, recompute=r), "o"
+        )
         for r in (False, True)
     )
     for name, x in kept.items():
@@ -244,7 +219,8 @@ def test_repeated_runs_give_the_same_bits():
     inputs = {n: x.float() if n in ("g", "mean") else x.bfloat16() for n, x in inputs.items()}
     chunks = Chunks.of(1, 2513, 64, [0, 513, 2513], torch.device(DEVICE))
     first, second = (
-        results(inputs, lambda x: memory_pass(*(x[n] for n in NAMES), chunks, scale=1.0)) for _ in range(2)
+        results(inputs, lambda x: memory_pass(*(x[n] for n in NAMES), chunks, scale=1.0), "o")
+        for _ in range(2)
     )
     for name, x in first.items():
         torch.testing.assert_close(second[name], x, rtol=0, atol=0)

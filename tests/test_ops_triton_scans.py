@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_problems import DEVICE, on_gpu, poisoned, ratio, results  # noqa: F401
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -14,18 +15,9 @@ pytest.importorskip("triton")
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.scans import moebius_gains
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("poisoned")
 NAMES = ("k", "g", "obs_var", "obs_var_cov", "process_var", "evidence", "cov")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-3}
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter would take minutes")
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that no kernel writes holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def recurrence(x: dict[str, Tensor], ends: list[int], isotropic: bool) -> tuple[Tensor, Tensor]:
@@ -65,22 +57,6 @@ def make_inputs(lengths: list[int], isotropic: bool, *, H: int, Hk: int, G: int,
     return {name: x.double().to(DEVICE) for name, x in inputs.items()}
 
 
-def results(inputs: dict[str, Tensor], run) -> dict[str, Tensor]:
-    """Outputs, and gradients of a fixed functional of them."""
-    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    outputs = dict(zip(("kappa", "final"), run(leaves), strict=True))
-    rng = torch.Generator().manual_seed(1)
-    loss = sum(
-        (x * torch.randn(x.shape, generator=rng).bfloat16().to(x.device, x.dtype)).sum()
-        for x in outputs.values()
-    )
-    gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    return {
-        **{name: x.detach() for name, x in outputs.items()},
-        **{f"d{name}": x for name, x in zip(leaves, gradients, strict=True)},
-    }
-
-
 def compare(
     lengths: list[int],
     isotropic: bool,
@@ -95,12 +71,12 @@ def compare(
 ) -> None:
     inputs = {**make_inputs(lengths, isotropic, H=H, Hk=Hk, G=G, D=D), **(edit or {})}
     ends = [0, *accumulate(lengths)]
-    expected = results(inputs, lambda x: recurrence(x, ends, isotropic))
+    expected = results(inputs, lambda x: recurrence(x, ends, isotropic), "kappa")
     chunks = Chunks.of(1, ends[-1], C, ends, torch.device(DEVICE))
     cast = {name: x.to(dtype if name == "k" else torch.float32) for name, x in inputs.items()}
-    got = results(cast, lambda x: moebius_gains(*(x[n] for n in NAMES), chunks, isotropic))
+    got = results(cast, lambda x: moebius_gains(*(x[n] for n in NAMES), chunks, isotropic), "kappa")
     assert got["kappa"].dtype == dtype
-    errors = {n: float((got[n].double() - x).norm() / x.norm().clamp(min=1e-12)) for n, x in expected.items()}
+    errors = {n: ratio(got[n], x) for n, x in expected.items()}
     assert not {n: e for n, e in errors.items() if not e < TOLERANCE[dtype]}, errors
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from filter_problems import FAMILIES, TOKENS, make_problem, relative_error
+from kernel_problems import DEVICE, on_gpu, poisoned  # noqa: F401
 
 pytest.importorskip("triton")
 
@@ -14,16 +15,7 @@ from regraft.ops.inputs import FilterInputs, prepare
 from regraft.ops.reference import reference_filter
 from regraft.ops.triton.step import decode_step
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter would take minutes")
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that no kernel writes holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def inputs_of(T: int, family: str, **settings: object) -> FilterInputs:

@@ -22,12 +22,17 @@ Moebius = tuple[Tensor, Tensor, Tensor]  # A, B, C of p -> (A p + B) / (C p + 1)
 
 def gains(x: FilterInputs, layout: ChunkLayout) -> tuple[Tensor, Tensor | None]:
     """kappa and the final covariance of the family `x.covariance`."""
-    if x.covariance == "none":  # latent-input model, paper 000 §3.2
-        return x.prior_var / (x.prior_var + x.obs_var) * x.k, None
-    if x.covariance == "reset":  # Pbar = prior · I at every step, paper 000 §3.1
-        s = x.prior_var * x.k.square().sum(-1, keepdim=True)
-        return x.prior_var * x.k / (x.obs_var + s), None
+    if x.covariance in ("none", "reset"):
+        return untracked_gains(x.covariance, x.k, x.obs_var, x.prior_var), None
     return _dense_gains(x, layout) if x.covariance == "dense" else _moebius_gains(x, layout)
+
+
+def untracked_gains(covariance: str, k: Tensor, obs_var: Tensor, prior_var: Tensor) -> Tensor:
+    """kappa of a family that tracks no covariance, in any layout in which the three broadcast."""
+    if covariance == "none":  # latent-input model, paper 000 §3.2
+        return prior_var / (prior_var + obs_var) * k
+    # Pbar = prior · I at every step, paper 000 §3.1
+    return prior_var * k / (obs_var + prior_var * k.square().sum(-1, keepdim=True))
 
 
 def _dense_gains(x: FilterInputs, layout: ChunkLayout) -> tuple[Tensor, Tensor]:

@@ -145,21 +145,25 @@ def kalman_delta_rule(
             o, mean, cov = triton_filter(x, scale, chunk_size, precision)
         elif not sequential:
             o, mean, cov = chunk_filter(x, chunk_size)
-        elif backend == "auto" and _has_kernels(q) and _plain(x):
-            from regraft.ops.triton.step import decode_step
-
-            o, mean, cov = decode_step(x)
+        elif backend == "auto" and _has_kernels(q) and not _differentiable(x):
+            o, mean, cov = _decode(x)
         else:
             o, mean, cov = reference_filter(x)
     o = o.flatten(3).to(v.dtype)
     return o, (join_groups(mean), cov) if output_final_state else None
 
 
-def _plain(x: FilterInputs) -> bool:
-    """Whether the kernels that decode have this: float32, no rotation, no gradient asked for."""
+def _decode(x: FilterInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A few tokens by the kernels for it, if they have what these need."""
+    from regraft.ops.triton.step import decode_step, unsupported
+
+    return decode_step(x) if unsupported(x) is None else reference_filter(x)
+
+
+def _differentiable(x: FilterInputs) -> bool:
+    """Whether a gradient may be asked for."""
     tensors = (t for t in vars(x).values() if isinstance(t, Tensor))
-    training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return x.rotation is None and x.k.dtype == torch.float32 and x.k.shape[-1] <= 256 and not training
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _has_kernels(x: Tensor) -> bool:

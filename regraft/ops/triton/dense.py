@@ -20,8 +20,6 @@ from torch.autograd.function import once_differentiable
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.linalg import accumulate, arrive, chunk_decay, ldl, wait
 
-WIDTHS = (16, 32, 64, 128, 256)
-
 
 @triton.jit
 def _tile(at, i, there, width, BD: tl.constexpr):
@@ -223,7 +221,7 @@ def _low(A, i):
 
 @triton.jit
 def _backward_prepare(
-    k, g, obs, process, evidence, R, U, X, delta, dkappa, start, stop,
+    k, g, obs, evidence, R, U, X, delta, dkappa, start, stop,
     Z, dR, dk, dA, dobs, dc,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     BD: tl.constexpr, PRECISION: tl.constexpr,
@@ -250,10 +248,10 @@ def _backward_prepare(
     dN = tl.zeros([C, C], tl.float32)
     KR = tl.zeros([C, C], tl.float32)
     for c in range(0, D, BD):
-        u = _tile(U + off + begin * (row) + c, i, there, row, BD)
+        u = _tile(U + off + begin * row + c, i, there, row, BD)
         Kc = _tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
-        Rc_T = tl.trans(_tile(R + off + begin * (row) + c, i, there, row, BD))
-        dkap = _tile(dkappa + off + begin * (row) + c, i, there, row, BD)
+        Rc_T = tl.trans(_tile(R + off + begin * row + c, i, there, row, BD))
+        dkap = _tile(dkappa + off + begin * row + c, i, there, row, BD)
         s += tl.sum(u * Kc, 1)
         du += tl.sum(u * dkap, 1)
         dN += tl.dot(dkap, Rc_T, input_precision=PRECISION)
@@ -273,20 +271,20 @@ def _backward_prepare(
     B_T = tl.trans(mu * _low(dAc, i) * between)
     X_T = tl.trans(Xc)
     for c in range(0, D, BD):
-        u = _tile(U + off + begin * (row) + c, i, there, row, BD)
+        u = _tile(U + off + begin * row + c, i, there, row, BD)
         Kc = _tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
-        dU = over[:, None] * _tile(dkappa + off + begin * (row) + c, i, there, row, BD) + dsum[:, None] * Kc
+        dU = over[:, None] * _tile(dkappa + off + begin * row + c, i, there, row, BD) + dsum[:, None] * Kc
         dRc = tl.dot(N_T, dU, input_precision=PRECISION) + tl.dot(B_T, Kc, input_precision=PRECISION)
-        _put(dR + off + begin * (row) + c, i, there, row, dRc, BD)
+        _put(dR + off + begin * row + c, i, there, row, dRc, BD)
         _put(
-            Z + off + begin * (row) + c,
+            Z + off + begin * row + c,
             i,
             there,
             row,
             tl.dot(X_T, (left / d)[:, None] * u, input_precision=PRECISION),
             BD,
         )
-        _put(dk + off + begin * (row) + c, i, there, row, dsum[:, None] * u, BD)
+        _put(dk + off + begin * row + c, i, there, row, dsum[:, None] * u, BD)
 
 
 @triton.jit
@@ -334,28 +332,26 @@ def _backward_chain(
         P_at = entry + block * D * D
         tr = tl.sum(tl.sum(tl.where(rows == cols, G0, 0.0), 1), 0)
         GP = tl.sum(tl.sum(G0 * tl.load(_square(P_at, 0, own, D, BD, BD)), 1), 0)
-        HG = tl.dot(_tile(Z + off + begin * (row), i, there, row, BD), G0, input_precision=PRECISION)
+        HG = tl.dot(_tile(Z + off + begin * row, i, there, row, BD), G0, input_precision=PRECISION)
         if NB > 1:
             tr += tl.sum(tl.sum(tl.where(BD + rows == cols, G1, 0.0), 1), 0)
             GP += tl.sum(tl.sum(G1 * tl.load(_square(P_at, BD, own, D, BD, BD)), 1), 0)
-            HG += tl.dot(
-                _tile(Z + off + begin * (row) + BD, i, there, row, BD), G1, input_precision=PRECISION
-            )
+            HG += tl.dot(_tile(Z + off + begin * row + BD, i, there, row, BD), G1, input_precision=PRECISION)
         if NB > 2:
             tr += tl.sum(tl.sum(tl.where(2 * BD + rows == cols, G2, 0.0), 1), 0)
             GP += tl.sum(tl.sum(G2 * tl.load(_square(P_at, 2 * BD, own, D, BD, BD)), 1), 0)
             HG += tl.dot(
-                _tile(Z + off + begin * (row) + 2 * BD, i, there, row, BD), G2, input_precision=PRECISION
+                _tile(Z + off + begin * row + 2 * BD, i, there, row, BD), G2, input_precision=PRECISION
             )
             tr += tl.sum(tl.sum(tl.where(3 * BD + rows == cols, G3, 0.0), 1), 0)
             GP += tl.sum(tl.sum(G3 * tl.load(_square(P_at, 3 * BD, own, D, BD, BD)), 1), 0)
             HG += tl.dot(
-                _tile(Z + off + begin * (row) + 3 * BD, i, there, row, BD), G3, input_precision=PRECISION
+                _tile(Z + off + begin * row + 3 * BD, i, there, row, BD), G3, input_precision=PRECISION
             )
         tl.store(trace + block * NB + part, tr)
         tl.store(kept + block * NB + part, GP)
-        _put(HG_ + off + begin * (row) + own, i, there, row, HG, BD)
-        Z_own = _tile(Z + off + begin * (row) + own, i, there, row, BD)
+        _put(HG_ + off + begin * row + own, i, there, row, HG, BD)
+        Z_own = _tile(Z + off + begin * row + own, i, there, row, BD)
         M = tl.dot(HG, tl.trans(Z_own), input_precision=PRECISION)
         if NB > 1:
             at = partial + group.to(tl.int64) * NB * C * C
@@ -367,9 +363,7 @@ def _backward_chain(
             for other in tl.static_range(1, NB):
                 M += tl.load(_square(at + other * C * C, 0, 0, C, C, C), cache_modifier=".cg")
         K_own = b[:, None] * _tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
-        F_own = (
-            0.5 * b[:, None] * _tile(dR + off + begin * (row) + own, i, there, row, BD) - (mu * b_end) * HG
-        )
+        F_own = 0.5 * b[:, None] * _tile(dR + off + begin * row + own, i, there, row, BD) - (mu * b_end) * HG
         F_own += tl.dot((0.5 * mu * mu) * M, K_own, input_precision=PRECISION)
         keep = b_end * b_end
         if NB == 1:
@@ -433,11 +427,11 @@ def _backward_finish(
     KR = tl.zeros([C, C], tl.float32)
     HR = tl.zeros([C], tl.float32)
     for c in range(0, D, BD):
-        Hc = _tile(HG + off + begin * (row) + c, i, there, row, BD)
-        Rc = _tile(R + off + begin * (row) + c, i, there, row, BD)
+        Hc = _tile(HG + off + begin * row + c, i, there, row, BD)
+        Rc = _tile(R + off + begin * row + c, i, there, row, BD)
         Kc = _tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
         M += tl.dot(
-            Hc, tl.trans(_tile(Z + off + begin * (row) + c, i, there, row, BD)), input_precision=PRECISION
+            Hc, tl.trans(_tile(Z + off + begin * row + c, i, there, row, BD)), input_precision=PRECISION
         )
         KR += tl.dot(Kc, tl.trans(Rc), input_precision=PRECISION)
         HR += tl.sum(Hc * Rc, 1)
@@ -453,17 +447,17 @@ def _backward_finish(
     dn = tl.zeros([C], tl.float32)
     dbb = tl.zeros([C], tl.float32)
     for c in range(0, D, BD):
-        Rc = _tile(R + off + begin * (row) + c, i, there, row, BD)
+        Rc = _tile(R + off + begin * row + c, i, there, row, BD)
         Kc = _tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
-        dRc = _tile(dR + off + begin * (row) + c, i, there, row, BD)
+        dRc = _tile(dR + off + begin * row + c, i, there, row, BD)
         dRc += tl.dot(extra_T, Kc, input_precision=PRECISION)
-        dRc -= (2.0 * mu * left)[:, None] * _tile(HG + off + begin * (row) + c, i, there, row, BD)
+        dRc -= (2.0 * mu * left)[:, None] * _tile(HG + off + begin * row + c, i, there, row, BD)
         dn += tl.sum(dRc * Kc, 1)
         dbb += tl.sum(dRc * (Rc - n[:, None] * Kc), 1)
-        dKc = _tile(dk + off + begin * (row) + c, i, there, row, BD) + n[:, None] * dRc
+        dKc = _tile(dk + off + begin * row + c, i, there, row, BD) + n[:, None] * dRc
         dKc += tl.dot(B, Rc, input_precision=PRECISION)
-        _put(dk + off + begin * (row) + c, i, there, row, dKc, BD)
-        _put(dR + off + begin * (row) + c, i, there, row, (b * b)[:, None] * dRc, BD)
+        _put(dk + off + begin * row + c, i, there, row, dKc, BD)
+        _put(dR + off + begin * row + c, i, there, row, (b * b)[:, None] * dRc, BD)
     tr = 0.0
     GP = 0.0
     for part in tl.static_range(NB):
@@ -518,7 +512,7 @@ def dense_gains(
     """Write vectors and final covariance of the dense family, differentiable in every tensor.
 
     Args:
-        k: keys `[N,Hk,D]`, D one of `WIDTHS`.
+        k: keys `[N,Hk,D]`, D 16, 32, 64, 128 or 256.
         g, process_var: `[N,H]`, float32.
         obs_var, obs_var_cov: `[N,H,G]`, float32; the second in the covariance.
         evidence: `[H]`, float32.
@@ -608,7 +602,7 @@ def _backward(
     dobs, dobs_cov, dc, dg, dprocess = (torch.empty_like(obs) for _ in range(5))
     grid = (chunks.count, H * G)
     _backward_prepare[grid](
-        k, g, obs, process, evidence, R, U, X, delta, dkappa, chunks.start, chunks.stop,
+        k, g, obs, evidence, R, U, X, delta, dkappa, chunks.start, chunks.stop,
         Z, dR, dk, dA, dobs, dc, **shape, BD=BD, num_warps=4, num_stages=1,
     )  # fmt: skip
     dcov = torch.empty_like(dfinal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regraft.ops.gains import untracked_gains
 from regraft.ops.inputs import FilterInputs
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.dense import dense_gains
@@ -57,7 +58,7 @@ def triton_filter(
     q, k, g, obs, obs_cov = q.squeeze(2), k.squeeze(2), g[..., 0, 0], obs.squeeze(-1), obs_cov.squeeze(-1)
     same = q.dtype == k.dtype == v.dtype and v.dtype in _HALF
     dtype = v.dtype if same else torch.float32
-    evidence, prior = x.evidence.flatten(), x.prior_var.reshape(-1, 1)
+    evidence = x.evidence.flatten()
     cov: Tensor | None = None
     if x.covariance == "dense":
         assert x.cov is not None
@@ -71,12 +72,7 @@ def triton_filter(
         )
     else:
         wide = k.float().repeat_interleave(g.shape[1] // k.shape[1], 1)[:, :, None]  # [N,H,1,D]
-        s = (
-            prior[..., None] * wide.square().sum(-1, keepdim=True)
-            if x.covariance == "reset"
-            else prior[..., None]
-        )
-        kappa = prior[..., None] * wide / (obs[..., None] + s)
+        kappa = untracked_gains(x.covariance, wide, obs[..., None], x.prior_var.squeeze(-1))
     o, mean = memory_pass(
         q.to(dtype), k.to(dtype), kappa.to(dtype), v.to(dtype), g, x.mean, chunks,
         scale=D**-0.5 if scale is None else scale, innovation=x.covariance != "none", precision=precision,

@@ -126,6 +126,19 @@ def _memory(
     tl.store(final + at, M, mask=there)
 
 
+def unsupported(x: FilterInputs) -> str | None:
+    """Why the kernels cannot take these arguments, starting with an argument's name, or None if they can."""
+    if x.rotation is not None:
+        return "rotation: the step kernels have none"
+    if x.boundaries is not None:
+        return "cu_seqlens: the step kernels take rows, not packed documents"
+    if x.k.dtype != torch.float32:
+        return f"k: the step kernels compute in float32, got {x.k.dtype}"
+    if x.k.shape[-1] > MAX_WIDTH:
+        return f"k: the step kernels have key widths up to {MAX_WIDTH}, got D={x.k.shape[-1]}"
+    return None
+
+
 def decode_step(x: FilterInputs) -> tuple[Tensor, Tensor, Tensor | None]:
     """The filter over a few tokens, without gradients.
 
@@ -139,14 +152,8 @@ def decode_step(x: FilterInputs) -> tuple[Tensor, Tensor, Tensor | None]:
         ValueError: the kernels do not have it; the message starts with the argument's name.
     """
     (B, T, H, _, D), (G, V) = x.k.shape, x.v.shape[3:]
-    if x.rotation is not None:
-        raise ValueError("rotation: the step kernels have none")
-    if x.boundaries is not None:
-        raise ValueError("cu_seqlens: the step kernels take rows, not packed documents")
-    if x.k.dtype != torch.float32:
-        raise ValueError(f"k: the step kernels compute in float32, got {x.k.dtype}")
-    if D > MAX_WIDTH:
-        raise ValueError(f"k: the step kernels have key widths up to {MAX_WIDTH}, got D={D}")
+    if (reason := unsupported(x)) is not None:
+        raise ValueError(reason)
     q, k, v, g, obs, obs_cov, process, mean = (
         t.contiguous() for t in (x.q, x.k, x.v, x.g, x.obs_var, x.obs_var_cov, x.process_var, x.mean)
     )
