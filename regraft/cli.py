@@ -336,22 +336,55 @@ def report(
     )
 
 
-@probe.command("collision", epilog="Example: regraft probe collision --out collision")
-def probe_collision(
-    rotations: Annotated[int, typer.Option(min=1, help="Random bases of the rotated variant.")] = 32,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write tables, JSON and figures here.", rich_help_panel=TO_FILES),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    overwrite: Overwrite = False,
-) -> None:
-    """Two overlapping keys, one boosted, the other flooded: the paper's collision tables, recomputed."""
-    from regraft.probes.run import run_collision
+def _add_probe(name: str, default: str, example: str, text: str) -> None:
+    """A verb of `regraft probe`; all of them have the same options."""
 
-    typer.echo(run_collision(rotations=rotations, out=out, as_json=as_json, overwrite=overwrite))
-    if out is not None:
-        typer.echo(f"written: {out}", err=True)
+    @probe.command(name, help=text, epilog=f"Example: regraft probe {name} {example}")
+    def verb(
+        recipe: Annotated[
+            str, typer.Argument(metavar="RECIPE", help="A shipped recipe of this probe, or a YAML file.")
+        ] = default,
+        set_: Overrides = None,
+        out: Annotated[
+            Path | None,
+            typer.Option(
+                metavar="DIR", help="Keep runs, tables, JSON and figures here.", rich_help_panel=TO_FILES
+            ),
+        ] = None,
+        device: Annotated[str, typer.Option(help="cpu, cuda or one of several, cuda:1.")] = "cpu",
+        jobs: Annotated[int, typer.Option(min=1, help="Runs at once, each in its own process.")] = 1,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+        overwrite: Overwrite = False,
+    ) -> None:
+        from regraft.probes.command import run_verb
+
+        text = run_verb(
+            name,
+            recipe,
+            set_ or (),
+            out=out,
+            device=device,
+            jobs=jobs,
+            as_json=as_json,
+            overwrite=overwrite,
+        )
+        typer.echo(text)
+        if out is not None:
+            typer.echo(f"written: {out}", err=True)
+
+
+_add_probe(
+    "collision",
+    "paper",
+    "--out collision",
+    "Two overlapping keys, one boosted, the other flooded: the paper's collision tables, recomputed.",
+)
+_add_probe(
+    "belief",
+    "analytic",
+    "--out belief",
+    "How near a rule or a trained layer comes to the Bayes predictor: bandits, and filtering of a scalar.",
+)
 
 
 @recipes.command("ls", epilog="Example: regraft recipes ls")
@@ -463,6 +496,8 @@ def _err(text: Text) -> None:
 
 def _after_interrupt(arguments: list[str]) -> str:
     verb = next((word for word in arguments if not word.startswith("-")), "")
+    if verb == "probe":
+        return f"Interrupted. To go on: regraft {shlex.join(arguments)}"
     if verb not in RESUMABLE:
         return "Interrupted; nothing half-written is left."
     words = [word for word in arguments if word not in ("--resume", "--overwrite")]

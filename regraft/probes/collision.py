@@ -9,7 +9,9 @@ which rho it was computed at.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,9 @@ from torch import Tensor
 
 from regraft.ops import kalman_delta_rule
 from regraft.ops.inputs import Covariance
+from regraft.probes.pool import Tick
+from regraft.probes.runner import Cell, no_tick
+from regraft.probes.schema import Collision
 
 A, B = 0, 1
 
@@ -279,31 +284,31 @@ def rotated(count: int, setting: Setting = SETTING) -> list[Rotated]:
     return found
 
 
-def collision(count: int = 32, setting: Setting = SETTING) -> dict[str, Any]:
-    """Run everything: settings, the paper's numbers beside ours, and the rotated keys, ready for JSON.
+def cells(recipe: Collision) -> list[Cell]:
+    """A single one: it takes a second."""
+    return [Cell("collision", {"rotations": recipe.rotations})]
 
-    Args:
-        count: random bases of the rotated variant, at least 1.
-        setting: hyperparameters; the printed numbers belong to the default.
 
-    Raises:
-        ValueError: `count` is below 1.
-    """
-    if count < 1:
-        raise ValueError(f"count: at least one random basis is needed, got {count}")
-    found = entries(setting)
+def run(settings: dict[str, Any], device: str = "cpu", tick: Tick = no_tick) -> dict[str, Any]:
+    """Settings, the paper's numbers beside ours, and the rotated keys in `rotations` random bases."""
+    found = entries()
+    tick(1)
     return {
-        "probe": "collision",
-        "setting": {**asdict(setting), "rotations": count},
+        "setting": {**asdict(SETTING), **settings},
         "matching": sum(e.matches for e in found),
         "printed": len(found),
         "entries": [e._asdict() for e in found],
-        "rotated": [r._asdict() for r in rotated(count, setting)],
+        "rotated": [r._asdict() for r in rotated(settings["rotations"])],
     }
 
 
+def summary(recipe: Collision, cells: Sequence[Cell], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The one result."""
+    return results[0]
+
+
 def markdown(result: dict[str, Any]) -> str:
-    """The result of `collision` as Markdown tables."""
+    """The result as Markdown tables."""
     lines = [
         f"{result['matching']} of {result['printed']} printed numbers match at their printed digits.",
         "",
@@ -329,3 +334,10 @@ def markdown(result: dict[str, Any]) -> str:
         spread = f"{r['mean']:+.3f} ± {r['deviation']:.3f}"
         lines.append(f"| {r['rule']} | {r['rho']} | {r['axes']:+.3f} | {spread} |")
     return "\n".join(lines) + "\n"
+
+
+def figures(summary: dict[str, Any], folder: Path) -> list[Path]:
+    """`margin.png` and `gain.png`, after the paper's Figure 3a and 3b."""
+    from regraft.probes.collision_figures import draw
+
+    return draw(folder)

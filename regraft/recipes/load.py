@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from regraft.errors import UserError
 from regraft.recipes.problems import describe, nearest
 from regraft.recipes.schema import Recipe
 from regraft.recipes.yaml12 import format_yaml, parse_yaml
+
+S = TypeVar("S", bound=BaseModel)
 
 
 def shipped() -> dict[str, Path]:
@@ -43,6 +45,15 @@ def recipe_text(name_or_path: str | Path) -> str:
     if not path.is_file():
         hint = nearest(name_or_path, shipped())
         raise UserError(name_or_path, "no such recipe or file.", f"{hint} `regraft recipes ls` lists them.")
+    return read_text(path)
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -55,6 +66,17 @@ def parse_recipe(text: str, where: object, overrides: Sequence[str] = ()) -> Rec
     Raises:
         UserError: as `load_recipe`.
     """
+    return validated(
+        Recipe, tree_of(text, where, overrides), where, "`regraft recipes schema` has every key."
+    )
+
+
+def tree_of(text: str, where: object, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys and values of a recipe's text after its overrides, not yet judged.
+
+    Raises:
+        UserError: not a YAML mapping, or an override that sets nothing.
+    """
     tree = parse_yaml(text, where)
     if not isinstance(tree, dict):
         raise UserError(
@@ -62,17 +84,24 @@ def parse_recipe(text: str, where: object, overrides: Sequence[str] = ()) -> Rec
         )
     for item in overrides:
         _override(tree, item)
+    return tree
+
+
+def validated(schema: type[S], tree: dict[str, Any], where: object, fix: str) -> S:
+    """The tree as a recipe of this schema.
+
+    Raises:
+        UserError: anything unknown, missing or out of range; every problem is listed with its path.
+    """
     try:
-        return Recipe.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as error:
-        lines = "".join(f"\n  {line}" for line in describe(error, Recipe))
-        raise UserError(
-            where, f"not a valid recipe:{lines}", "`regraft recipes schema` has every key."
-        ) from error
+        lines = "".join(f"\n  {line}" for line in describe(error, schema))
+        raise UserError(where, f"not a valid recipe:{lines}", fix) from error
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML with every default written out; `parse_recipe` gives an equal recipe."""
+def dump_recipe(recipe: BaseModel) -> str:
+    """The recipe as YAML with every default written out; read again it gives an equal recipe."""
     return format_yaml(recipe.model_dump(mode="json"))
 
 

@@ -1,4 +1,4 @@
-"""Figures of the probes."""
+"""Figures of the two-key collision."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from regraft.probes.collision import (
     schedule,
     write_vectors,
 )
+from regraft.probes.plots import save
 
 LOW = 0.45  # the paper's control overlap
 # Okabe and Ito's colours, told apart without red and green; dashes where curves may lie on each other.
@@ -37,14 +38,9 @@ STYLES: dict[str, tuple[str, str]] = {
 }
 
 
-def collision_figures(out_dir: Path) -> list[Path]:
-    """Write `margin.png` and `gain.png`, after the paper's Figure 3a and 3b, into an existing directory."""
-    files = []
-    for name, figure in (("margin.png", _margin_figure()), ("gain.png", _gain_figure())):
-        files.append(out_dir / name)
-        # No date and no version in the file: the same numbers give the same bytes.
-        figure.savefig(files[-1], dpi=150, metadata={"Software": None})
-    return files
+def draw(folder: Path) -> list[Path]:
+    """Write `margin.png` and `gain.png`, after the paper's Figure 3a and 3b."""
+    return [save(_margin_figure(), folder / "margin.png"), save(_gain_figure(), folder / "gain.png")]
 
 
 def _margin_figure() -> Figure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from regraft.probes.collision import (
     A,
     B,
     Rule,
-    collision,
     compare,
     entries,
     first_negative,
@@ -27,9 +27,11 @@ from regraft.probes.collision import (
     margins,
     markdown,
     rotations,
+    run,
     schedule,
     write_vectors,
 )
+from regraft.probes.load import load
 
 torch.set_num_threads(1)
 FLOOD = SETTING.flood_start
@@ -100,7 +102,7 @@ def test_a_rotation_changes_nothing_but_the_diagonal_rules() -> None:
 
 
 def test_rotated_variant_takes_the_diagonal_rule_s_advantage() -> None:
-    rows = {(r["rule"], r["rho"]): r for r in collision(32)["rotated"]}
+    rows = {(r["rule"], r["rho"]): r for r in run({"rotations": 32})["rotated"]}
     diagonal = rows["KDN diagonal, mu = D", 0.92]
     assert diagonal["axes"] == pytest.approx(0.376, abs=5e-4)
     assert diagonal["mean"] < 0.2 and diagonal["deviation"] > 0.03
@@ -121,30 +123,32 @@ def test_comparison_at_printed_digits() -> None:
 
 
 def test_the_verb_writes_tables_json_and_figures(regraft, tmp_path: Path) -> None:
-    out = tmp_path / "collision"
-    code, text, _ = regraft("probe", "collision", "--rotations", 2, "--out", out)
+    out, few = tmp_path / "collision", ("--set", "rotations=2")
+    code, text, _ = regraft("probe", "collision", *few, "--out", out)
     assert code == 0 and "49 of 50 printed numbers match" in text
-    assert {f.name for f in out.iterdir()} == {"collision.json", "collision.md", "margin.png", "gain.png"}
-    assert (out / "collision.md").read_text().rstrip() == text.rstrip()
+    written = {"result.json", "result.md", "margin.png", "gain.png", "recipe.yaml", "cells"}
+    assert {f.name for f in out.iterdir()} == written
+    assert (out / "result.md").read_text().rstrip() == text.rstrip()
     assert (out / "margin.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    before = (out / "collision.json").read_bytes()
+    before = (out / "result.json").read_bytes()
     code, _, error = regraft("probe", "collision", "--out", out)
-    assert code == 2 and "not empty" in error
-    code, text, _ = regraft("probe", "collision", "--rotations", 2, "--out", out, "--overwrite", "--json")
-    assert code == 0 and (out / "collision.json").read_bytes() == before
+    assert code == 2 and "another recipe" in error
+    code, text, _ = regraft("probe", "collision", *few, "--out", out, "--json")
+    assert code == 0 and (out / "result.json").read_bytes() == before
     printed = json.loads(text)
-    assert printed == json.loads(before) and markdown(printed) == (out / "collision.md").read_text()
+    assert printed == json.loads(before) and markdown(printed) == (out / "result.md").read_text()
 
 
-def test_every_command_of_the_page_runs(regraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_page_is_one(regraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[1] / "docs" / "probes.md").read_text(encoding="utf-8")
-    commands = [line.split()[1:] for line in page.splitlines() if line.startswith("    regraft ")]
-    assert len(commands) == 3
-    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(line)[2:] for line in page.splitlines() if line.startswith("    regraft probe ")]
+    assert len(commands) >= 3
     for words in commands:
-        assert regraft(*words)[0] == 0, words
-
-
-def test_no_basis_is_refused() -> None:
-    with pytest.raises(ValueError, match="count"):
-        collision(0)
+        overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+        default = {"collision": "paper", "belief": "analytic"}.get(words[0], "small")
+        named = len(words) > 1 and not words[1].startswith("-")
+        if not (named and words[1].endswith(".yaml")):
+            assert load(words[0], words[1] if named else default, overrides)
+    monkeypatch.chdir(tmp_path)
+    for words in (c for c in commands if c[0] == "collision"):
+        assert regraft("probe", *words)[0] == 0, words
