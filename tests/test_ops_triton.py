@@ -12,7 +12,7 @@ from kernel_problems import DEVICE, on_gpu
 
 pytest.importorskip("triton")
 
-from regraft.ops.triton import dense
+from regraft.ops.triton import dense_backward, dense_forward
 from regraft.ops.triton.chunks import Chunks
 
 
@@ -105,9 +105,9 @@ def test_programs_that_share_a_covariance(monkeypatch: pytest.MonkeyPatch, D: in
 
             return launch
 
-    monkeypatch.setattr(dense, "_launch", lambda D: {"BD": 16, "num_warps": 4, "num_stages": 1})
-    for name in ("_forward_chain", "_backward_chain"):
-        monkeypatch.setattr(dense, name, Forked(getattr(dense, name)))
+    for module in (dense_forward, dense_backward):
+        monkeypatch.setattr(module, "launch_of", lambda D: {"BD": 16, "num_warps": 4, "num_stages": 1})
+        monkeypatch.setattr(module, "_chain", Forked(module._chain))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process that was forked has no other threads
     try:

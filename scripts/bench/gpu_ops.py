@@ -95,7 +95,7 @@ def fla_mesa(x: dict[str, torch.Tensor]) -> torch.Tensor:
     H, D = x["q"].shape[2:]
     beta = torch.sigmoid(-x["obs_var"].log())
     lamb = torch.full((H, D), 0.5, device="cuda", dtype=torch.float32)
-    return chunk_mesa_net(x["q"], x["k"], x["v"], x["g"], beta.to(x["v"].dtype), lamb, max_cg_iteration=30)[0]
+    return chunk_mesa_net(x["q"], x["k"], x["v"], x["g"], beta.to(x["v"].dtype), lamb, max_CG_iteration=30)[0]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Pieces that several kernels share: a chunk's decays, a triangular factorisation, programs that meet."""
+"""Pieces that several kernels share: a chunk's decays, a triangular factorisation."""
 
 from __future__ import annotations
 
@@ -126,18 +126,3 @@ def ldl(A, C: tl.constexpr, PRECISION: tl.constexpr):
         L, second = _schur(X1, d1, beside, second, PRECISION)
         X2, d2 = _ldl32(second, PRECISION)
         return _assemble(X1, d1, X2, d2, L, 32, PRECISION)
-
-
-@triton.jit
-def arrive(counter):
-    """Say that what this program wrote may be read by whoever waits for `counter`, zero at launch."""
-    tl.debug_barrier()
-    tl.atomic_add(counter, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def wait(counter, arrivals):
-    """Until so many programs have arrived. All of them must have begun: work is taken in order of tickets."""
-    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < arrivals:
-        pass
-    tl.debug_barrier()

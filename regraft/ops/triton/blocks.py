@@ -1,0 +1,77 @@
+"""Pieces of the dense kernels: tiles of per-token vectors, blocks of square matrices, programs that meet."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile(at, i, there, width, BD: tl.constexpr):
+    """`[C,BD]` in float32 from rows of `width` numbers; `at` is the first of them."""
+    # 32-bit offsets from one address: 64-bit addresses of a whole tile take as many registers as two tiles
+    at += i[:, None] * width + tl.arange(0, BD)[None, :]
+    return tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def tile_t(at, i, there, width, BD: tl.constexpr):
+    """The transpose of `tile`, `[BD,C]`, loaded as one."""
+    at += i[None, :] * width + tl.arange(0, BD)[:, None]
+    return tl.load(at, mask=there[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def fresh_t(at, i, there, width, BD: tl.constexpr):
+    """`tile_t` of what another program has just written: past the cache of this multiprocessor."""
+    at += i[None, :] * width + tl.arange(0, BD)[:, None]
+    return tl.load(at, mask=there[None, :], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def put(at, i, there, width, x, BD: tl.constexpr):
+    """The counterpart of `tile`."""
+    at += i[:, None] * width + tl.arange(0, BD)[None, :]
+    tl.store(at, x.to(at.dtype.element_ty), mask=there[:, None])
+
+
+@triton.jit
+def square(base, row, col, width, BR: tl.constexpr, BC: tl.constexpr):
+    """Addresses of the block `[BR,BC]` at (row, col) of a matrix of `width` columns."""
+    return base + (row + tl.arange(0, BR)[:, None]) * width + col + tl.arange(0, BC)[None, :]
+
+
+@triton.jit
+def columns_of(matrix, own, D: tl.constexpr, BD: tl.constexpr):
+    """Columns `own …` of a matrix `[D,D]`, as D/BD blocks `[BD,BD]`."""
+    blocks = []
+    for n in tl.static_range(D // BD):
+        blocks = blocks + [tl.load(square(matrix, n * BD, own, D, BD, BD))]  # noqa: RUF005
+    return blocks
+
+
+@triton.jit
+def put_columns(matrix, blocks, own, D: tl.constexpr, BD: tl.constexpr):
+    """The counterpart of `columns_of`."""
+    for n in tl.static_range(D // BD):
+        tl.store(square(matrix, n * BD, own, D, BD, BD), blocks[n])
+
+
+@triton.jit
+def sum_of_all(x, partial, counter, n_met, part, NB: tl.constexpr, C: tl.constexpr):
+    """The sum of `x [C,C]` over the NB programs of a head, which thereby meet for the `n_met`-th time.
+
+    What a program wrote before may be read by the others afterwards. Two buffers take turns: a program that
+    writes the one again has met all others since, and they had read it by then.
+    """
+    partial += n_met % 2 * (NB * C * C)
+    tl.store(square(partial + part * (C * C), 0, 0, C, C, C), x)
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < NB * n_met:
+        pass
+    tl.debug_barrier()
+    total = tl.load(square(partial, 0, 0, C, C, C), cache_modifier=".cg")
+    for other in tl.static_range(1, NB):
+        total += tl.load(square(partial + other * (C * C), 0, 0, C, C, C), cache_modifier=".cg")
+    return total

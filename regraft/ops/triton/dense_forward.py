@@ -1,0 +1,129 @@
+"""The dense gain pass, forward: a chain over the chunks that carries the covariance.
+
+A head's covariance is split by columns over D/64 programs, which hold it in registers and meet once a chunk,
+to sum their shares of S; the small factorisation every one of them does for itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from regraft.ops.triton.blocks import columns_of, fresh_t, put, put_columns, square, sum_of_all, tile
+from regraft.ops.triton.chunks import Chunks
+from regraft.ops.triton.linalg import accumulate, chunk_decay, ldl
+
+
+@triton.jit
+def _innovations(S, r_cov, mu, C: tl.constexpr):
+    """`mu S + diag(r2)`, S given by its lower triangle."""
+    i = tl.arange(0, C)
+    S += tl.trans(tl.where(i[:, None] > i[None, :], S, 0.0))
+    return mu * S + tl.where(i[:, None] == i[None, :], r_cov[:, None], 0.0)
+
+
+@triton.jit
+def _chain(
+    k, g, obs, obs_cov, process, evidence, cov, start, stop, first,
+    kappa, final, entry, R, U, X, delta, partial, counters,
+    H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    NB: tl.constexpr = D // BD
+    if NB == 1:
+        group, part = tl.program_id(0), 0
+    else:  # in the order of the tickets, so that a program never waits for one that has not begun
+        number = tl.atomic_add(counters, 1)
+        group, part = number // NB, number % NB
+    doc, hg = group // (H * G), group % (H * G)
+    h = hg // G
+    mu = tl.load(evidence + h)
+    own = part * BD
+    i = tl.arange(0, C)
+    rows, cols = tl.arange(0, BD)[:, None], own + tl.arange(0, BD)[None, :]
+    k += h // (H // HK) * D
+    kappa += hg * D
+    R += hg * D
+    U += hg * D
+    partial += (group * 2 * NB).to(tl.int64) * C * C
+    P = columns_of(cov + group.to(tl.int64) * D * D, own, D, BD)
+    n_met = 0
+    for chunk in range(tl.load(first + doc), tl.load(first + doc + 1)):
+        begin = tl.load(start + chunk).to(tl.int64)
+        there = i < tl.load(stop + chunk) - begin
+        gt = tl.load(g + begin * H + h + i * H, mask=there, other=0.0)
+        w = tl.load(process + begin * H + h + i * H, mask=there, other=0.0)
+        r = tl.load(obs + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
+        r_cov = tl.load(obs_cov + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
+        b, between, left, b_end = chunk_decay(gt, C)
+        n = accumulate(between, w)
+        n_end = tl.sum(tl.where(i == C - 1, n, 0.0), 0)
+        block = chunk * (H * G) + hg.to(tl.int64)
+        R_at = R + begin * (H * G * D)
+        W = tl.zeros([C, BD], tl.float32)
+        for m in tl.static_range(NB):
+            Km = tile(k + begin * (HK * D) + m * BD, i, there, HK * D, BD)
+            W = tl.dot(Km, P[m], W, input_precision=PRECISION)
+        K_own = tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
+        R_own = (b * b)[:, None] * W + n[:, None] * K_own
+        S = tl.dot(K_own, tl.trans(R_own), input_precision=PRECISION)
+        if SAVE:
+            put_columns(entry + block * D * D, P, own, D, BD)
+        put(R_at + own, i, there, H * G * D, R_own, BD)
+        if NB > 1:
+            n_met += 1  # noqa: SIM113
+            S = sum_of_all(S, partial, counters + 1 + group, n_met, part, NB, C)
+        S *= between
+        Xc, d = ldl(_innovations(S, r_cov, mu, C), C, PRECISION)
+        U_own = tl.dot(Xc * between, R_own, input_precision=PRECISION)
+        s = tl.sum(Xc * S, 1)  # k·u of every token, from the rows of U K' = (X ∘ dec) R K'
+        put(kappa + begin * (H * G * D) + own, i, there, H * G * D, U_own / (r + s)[:, None], BD)
+        if SAVE:
+            put(U + begin * (H * G * D) + own, i, there, H * G * D, U_own, BD)
+            if part == 0:
+                tl.store(square(X + block * C * C, 0, 0, C, C, C), Xc)
+                tl.store(delta + block * C + i, d)
+        E_own = (left * mu / d)[:, None] * U_own
+        N_t = tl.trans(Xc * between * left[:, None])
+        keep = b_end * b_end
+        updated = []
+        for m in tl.static_range(NB):
+            Rm = fresh_t(R_at + m * BD, i, there, H * G * D, BD)
+            U_t = tl.dot(Rm, N_t, input_precision=PRECISION)
+            Pm = keep * P[m] - tl.dot(U_t, E_own, input_precision=PRECISION)
+            updated = updated + [Pm + tl.where(m * BD + rows == cols, n_end, 0.0)]  # noqa: RUF005
+        P = updated
+    put_columns(final + group.to(tl.int64) * D * D, P, own, D, BD)
+
+
+def launch_of(D: int) -> dict[str, int]:
+    """Blocks of a covariance of width D, and the warps of a program that holds D x BD of it."""
+    return {"BD": min(D, 64), "num_warps": 4 if D <= 64 else 8, "num_stages": 1}
+
+
+def forward(
+    k: Tensor, g: Tensor, obs: Tensor, obs_cov: Tensor, process: Tensor, evidence: Tensor, cov: Tensor,
+    chunks: Chunks, precision: str, dtype: torch.dtype, save: bool,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """Write vectors, final covariance, and what `backward` takes if `save`; arguments of `dense_gains`."""
+    (N, HK, D), (H, G), C = k.shape, obs.shape[1:], chunks.size
+    launch = launch_of(D)
+    parts, groups = D // launch["BD"], chunks.documents * H * G
+
+    def new(*shape: int) -> Tensor:
+        return k.new_empty(shape, dtype=torch.float32)
+
+    kappa, final, R = k.new_empty(N, H, G, D, dtype=dtype), torch.empty_like(cov), new(N, H, G, D)
+    saved = (chunks.count, H, G) if save else (0, H, G)
+    entry, X, delta = new(*saved, D, D), new(*saved, C, C), new(*saved, C)
+    U = new(*((N, H, G, D) if save else (0,)))
+    partial = new(groups, 2, parts, C, C)
+    counters = torch.zeros(groups + 1, dtype=torch.int32, device=k.device)
+    _chain[(groups * parts,)](
+        k, g, obs, obs_cov, process, evidence, cov, chunks.start, chunks.stop, chunks.first,
+        kappa, final, entry, R, U, X, delta, partial, counters,
+        H=H, HK=HK, G=G, D=D, C=C, PRECISION=precision, SAVE=save, **launch,
+    )  # fmt: skip
+    return kappa, final, (entry, R, U, X, delta)
