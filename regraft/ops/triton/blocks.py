@@ -42,19 +42,19 @@ def square(base, row, col, width, BR: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def columns_of(matrix, own, D: tl.constexpr, BD: tl.constexpr):
-    """Columns `own …` of a matrix `[D,D]`, as D/BD blocks `[BD,BD]`."""
+def columns_of(matrix, own, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Columns `own …` of a matrix `[D,D]`, as D/BR blocks `[BR,BD]`."""
     blocks = []
-    for n in tl.static_range(D // BD):
-        blocks = blocks + [tl.load(square(matrix, n * BD, own, D, BD, BD))]  # noqa: RUF005
+    for m in tl.static_range(D // BR):
+        blocks = blocks + [tl.load(square(matrix, m * BR, own, D, BR, BD))]  # noqa: RUF005
     return blocks
 
 
 @triton.jit
-def put_columns(matrix, blocks, own, D: tl.constexpr, BD: tl.constexpr):
+def put_columns(matrix, blocks, own, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """The counterpart of `columns_of`."""
-    for n in tl.static_range(D // BD):
-        tl.store(square(matrix, n * BD, own, D, BD, BD), blocks[n])
+    for m in tl.static_range(D // BR):
+        tl.store(square(matrix, m * BR, own, D, BR, BD), blocks[m])
 
 
 @triton.jit

@@ -106,7 +106,7 @@ def _chain(
     k, g, evidence, Z, dR, entry, dfinal, start, stop, first,
     HG_, dcov, trace, kept, partial, counters,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Carry the covariance's gradient to the first chunk, leaving Z·gradient in every one."""
     NB: tl.constexpr = D // BD
@@ -119,14 +119,14 @@ def _chain(
     h = hg // G
     mu = tl.load(evidence + h)
     own = part * BD
-    rows, cols = tl.arange(0, BD)[:, None], own + tl.arange(0, BD)[None, :]
+    rows, cols = tl.arange(0, BR)[:, None], own + tl.arange(0, BD)[None, :]
     k += h // (H // HK) * D
     row: tl.constexpr = H * G * D
     Z += hg * D
     dR += hg * D
     HG_ += hg * D
     partial += (group * 2 * NB).to(tl.int64) * C * C
-    dP = columns_of(dfinal + group.to(tl.int64) * D * D, own, D, BD)
+    dP = columns_of(dfinal + group.to(tl.int64) * D * D, own, D, BR, BD)
     i = tl.arange(0, C)
     n_met = 0
     last = tl.load(first + doc + 1) - 1
@@ -140,11 +140,11 @@ def _chain(
         block = chunk * (H * G) + hg.to(tl.int64)
         tr, GP = 0.0, 0.0
         ZG = tl.zeros([C, BD], tl.float32)
-        for m in tl.static_range(NB):
-            tr += tl.sum(tl.sum(tl.where(m * BD + rows == cols, dP[m], 0.0), 1), 0)
-            P = tl.load(square(entry + block * D * D, m * BD, own, D, BD, BD))
+        for m in tl.static_range(D // BR):
+            tr += tl.sum(tl.sum(tl.where(m * BR + rows == cols, dP[m], 0.0), 1), 0)
+            P = tl.load(square(entry + block * D * D, m * BR, own, D, BR, BD))
             GP += tl.sum(tl.sum(dP[m] * P, 1), 0)
-            Zm = tile(Z + begin * row + m * BD, i, there, row, BD)
+            Zm = tile(Z + begin * row + m * BR, i, there, row, BR)
             ZG = tl.dot(Zm, dP[m], ZG, input_precision=PRECISION)
         tl.store(trace + block * NB + part, tr)
         tl.store(kept + block * NB + part, GP)
@@ -158,15 +158,15 @@ def _chain(
         F = 0.5 * b[:, None] * tile(dR + begin * row + own, i, there, row, BD) - (mu * b_end) * ZG
         F += tl.dot((mu * mu) * M, K_own, input_precision=PRECISION)
         updated = []
-        for m in tl.static_range(NB):
-            Km = b[None, :] * tile_t(k + begin * (HK * D) + m * BD, i, there, HK * D, BD)
+        for m in tl.static_range(D // BR):
+            Km = b[None, :] * tile_t(k + begin * (HK * D) + m * BR, i, there, HK * D, BR)
             Gm = tl.dot(Km, F, (b_end * b_end) * dP[m], input_precision=PRECISION)
-            Fm = 0.5 * b[None, :] * tile_t(dR + begin * row + m * BD, i, there, row, BD)
-            Fm -= (mu * b_end) * fresh_t(HG_ + begin * row + m * BD, i, there, row, BD)
+            Fm = 0.5 * b[None, :] * tile_t(dR + begin * row + m * BR, i, there, row, BR)
+            Fm -= (mu * b_end) * fresh_t(HG_ + begin * row + m * BR, i, there, row, BR)
             Gm = tl.dot(Fm, K_own, Gm, input_precision=PRECISION)
             updated = updated + [Gm]  # noqa: RUF005
         dP = updated
-    put_columns(dcov + group.to(tl.int64) * D * D, dP, own, D, BD)
+    put_columns(dcov + group.to(tl.int64) * D * D, dP, own, D, BR, BD)
 
 
 @triton.jit
@@ -174,10 +174,9 @@ def _finish(
     k, g, process, evidence, R, HG, Z, dA, trace, kept, start, stop,
     dR, dk, dc, dg, dprocess, dobs_cov, dmu,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr,
+    BD: tl.constexpr, NB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients inside a chunk, all but the keys' through K P0, for which dR is left complete."""
-    NB: tl.constexpr = D // BD
     chunk, hg = tl.program_id(0), tl.program_id(1)
     h = hg // G
     mu = tl.load(evidence + h)
@@ -275,8 +274,8 @@ def backward(
     (N, HK, D), (H, G), C = k.shape, obs.shape[1:], chunks.size
     shape = {"H": H, "HK": HK, "G": G, "D": D, "C": C, "PRECISION": precision}
     launch = launch_of(D)
-    BD = launch["BD"]
-    parts, groups = D // BD, chunks.documents * H * G
+    BD = launch["BR"]
+    parts, groups = D // launch["BD"], chunks.documents * H * G
     dkappa = dkappa.contiguous()
     dfinal = (0.5 * (dfinal + dfinal.mT)).contiguous()
     Z, dR, dk, HG = (torch.empty_like(U) for _ in range(4))
@@ -298,9 +297,9 @@ def backward(
     dmu = k.new_empty(chunks.count, H, G, dtype=torch.float32)
     _finish[grid](
         k, g, process, evidence, R, HG, Z, dA, trace, kept, chunks.start, chunks.stop,
-        dR, dk, dc, dg, dprocess, dobs_cov, dmu, **shape, BD=BD, num_warps=4, num_stages=1,
+        dR, dk, dc, dg, dprocess, dobs_cov, dmu, **shape, BD=BD, NB=parts, num_warps=4, num_stages=1,
     )  # fmt: skip
-    _keys[(parts, chunks.count, H * G)](
+    _keys[(D // BD, chunks.count, H * G)](
         dR, entry, dk, chunks.start, chunks.stop,
         HG=H * G, D=D, C=C, BD=BD, PRECISION=precision, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -29,7 +29,7 @@ def _chain(
     k, g, obs, obs_cov, process, evidence, cov, start, stop, first,
     kappa, final, entry, R, U, X, delta, partial, counters,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr, SAVE: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     NB: tl.constexpr = D // BD
     if NB == 1:
@@ -42,13 +42,13 @@ def _chain(
     mu = tl.load(evidence + h)
     own = part * BD
     i = tl.arange(0, C)
-    rows, cols = tl.arange(0, BD)[:, None], own + tl.arange(0, BD)[None, :]
+    rows, cols = tl.arange(0, BR)[:, None], own + tl.arange(0, BD)[None, :]
     k += h // (H // HK) * D
     kappa += hg * D
     R += hg * D
     U += hg * D
     partial += (group * 2 * NB).to(tl.int64) * C * C
-    P = columns_of(cov + group.to(tl.int64) * D * D, own, D, BD)
+    P = columns_of(cov + group.to(tl.int64) * D * D, own, D, BR, BD)
     n_met = 0
     for chunk in range(tl.load(first + doc), tl.load(first + doc + 1)):
         begin = tl.load(start + chunk).to(tl.int64)
@@ -63,14 +63,14 @@ def _chain(
         block = chunk * (H * G) + hg.to(tl.int64)
         R_at = R + begin * (H * G * D)
         W = tl.zeros([C, BD], tl.float32)
-        for m in tl.static_range(NB):
-            Km = tile(k + begin * (HK * D) + m * BD, i, there, HK * D, BD)
+        for m in tl.static_range(D // BR):
+            Km = tile(k + begin * (HK * D) + m * BR, i, there, HK * D, BR)
             W = tl.dot(Km, P[m], W, input_precision=PRECISION)
         K_own = tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
         R_own = (b * b)[:, None] * W + n[:, None] * K_own
         S = tl.dot(K_own, tl.trans(R_own), input_precision=PRECISION)
         if SAVE:
-            put_columns(entry + block * D * D, P, own, D, BD)
+            put_columns(entry + block * D * D, P, own, D, BR, BD)
         put(R_at + own, i, there, H * G * D, R_own, BD)
         if NB > 1:
             n_met += 1  # noqa: SIM113
@@ -85,22 +85,23 @@ def _chain(
             if part == 0:
                 tl.store(square(X + block * C * C, 0, 0, C, C, C), Xc)
                 tl.store(delta + block * C + i, d)
-        E_own = (left * mu / d)[:, None] * U_own
-        N_t = tl.trans(Xc * between * left[:, None])
+        # P0 changes by U' diag(left² mu / d) U = R' Y, the right factor this program's own
+        Y = tl.dot(
+            tl.trans(Xc * between), (left * left * mu / d)[:, None] * U_own, input_precision=PRECISION
+        )
         keep = b_end * b_end
         updated = []
-        for m in tl.static_range(NB):
-            Rm = fresh_t(R_at + m * BD, i, there, H * G * D, BD)
-            U_t = tl.dot(Rm, N_t, input_precision=PRECISION)
-            Pm = keep * P[m] - tl.dot(U_t, E_own, input_precision=PRECISION)
-            updated = updated + [Pm + tl.where(m * BD + rows == cols, n_end, 0.0)]  # noqa: RUF005
+        for m in tl.static_range(D // BR):
+            Rm = fresh_t(R_at + m * BR, i, there, H * G * D, BR)
+            Pm = keep * P[m] - tl.dot(Rm, Y, input_precision=PRECISION)
+            updated = updated + [Pm + tl.where(m * BR + rows == cols, n_end, 0.0)]  # noqa: RUF005
         P = updated
-    put_columns(final + group.to(tl.int64) * D * D, P, own, D, BD)
+    put_columns(final + group.to(tl.int64) * D * D, P, own, D, BR, BD)
 
 
 def launch_of(D: int) -> dict[str, int]:
     """Blocks of a covariance of width D, and the warps of a program that holds D x BD of it."""
-    return {"BD": min(D, 64), "num_warps": 4 if D <= 64 else 8, "num_stages": 1}
+    return {"BR": min(D, 64), "BD": 32 if D == 256 else min(D, 64), "num_warps": 4, "num_stages": 1}
 
 
 def forward(
