@@ -1,0 +1,1 @@
+"""How the embedded teacher was made, the benchmarks, and the replication of the paper's experiment."""

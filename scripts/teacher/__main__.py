@@ -1,0 +1,3 @@
+from scripts.teacher.train import main
+
+main()
