@@ -24,7 +24,7 @@ _tokenizer: PreTrainedTokenizerFast | None = None  # of a worker
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of training and held-out books, <|endoftext|> after each book, and prose to hide needles in."""
+    """Ids of training and held-out books, an end-of-text token after each, and prose to hide needles in."""
 
     books: np.ndarray  # uint16, read from disk where it is needed
     valid: np.ndarray  # uint16
