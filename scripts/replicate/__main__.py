@@ -1,0 +1,3 @@
+from scripts.replicate.run import main
+
+main()

@@ -1,0 +1,90 @@
+"""One job in a process of its own: make a student and its control, or let models read the documents."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from regraft.convert import load_model, load_tokenizer, open_checkpoint
+from regraft.distill.parent import read_manifest
+from regraft.distill.run import control, distill
+from regraft.files import hash_directory, user_cache, write_json
+from regraft.layers import RegraftForCausalLM
+from regraft.report.niah import Entrant, evaluate
+from regraft.report.perplexity import measure
+from regraft.report.shelf import Shelf
+from scripts.replicate.plan import CONTROL, STUDENT, Variant, Work, model_name
+
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def train(work: Work, variant: Variant, extra: tuple[str, ...] = ()) -> None:
+    """Distil a variant, and its control where it has one; what is finished is left alone."""
+    recipe = work.recipe(variant, (f"teacher.dtype={DTYPE}", *extra))
+    run = work.run(variant)
+    if not _finished(run):
+        distill(recipe, run, resume=True)
+    if variant.control and not _finished(run / CONTROL):
+        control(run, resume=True)
+
+
+def _finished(run: Path) -> bool:
+    return (run / "manifest.json").is_file() and "finished" in read_manifest(run)
+
+
+def read(work: Work, models: Sequence[tuple[Variant | None, str]], samples: int | None = None) -> None:
+    """Answers and perplexities of models; finished cells are found in the cache."""
+    settings = work.plan.evaluation
+    finished = Shelf(user_cache() / "evaluated")
+    for variant, role in models:
+        name, place = model_name(variant, role), work.place(variant, role)
+        out = records_file(work.folder, name)
+        if out.is_file():
+            continue
+        digest = hash_directory(open_checkpoint(place).path)
+        entrant = Entrant(functools.partial(_load, place), load_tokenizer(place), f"{digest} {DTYPE}")
+        answers = evaluate(
+            {name: entrant}, lengths=settings.lengths, samples=samples or settings.samples,
+            batch_size=settings.batch_size, say=print, documents=Shelf(user_cache() / "needles"),
+            finished=finished,
+        )  # fmt: skip
+        nll = measure(
+            {name: entrant}, sets=[str(work.heldout)], lengths=settings.lengths, samples=settings.books,
+            finished=finished,
+        )  # fmt: skip
+        out.parent.mkdir(exist_ok=True)
+        write_json(out, {"sha256": digest, "dtype": DTYPE, "answers": answers, "perplexity": nll})
+
+
+def _load(place: str) -> RegraftForCausalLM:
+    return load_model(place, dtype=DTYPE).to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def records_file(folder: Path, name: str) -> Path:
+    """Where the records of a model are before they are packed."""
+    return folder / "records" / f"{name.replace('/', '.')}.json"
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(prog="python -m scripts.replicate.job", description=__doc__)
+    ap.add_argument("name", help="`teacher` (reads documents), or a variant: train it, then both read")
+    ap.add_argument("--plan", required=True)
+    ap.add_argument("--work", type=Path, required=True)
+    ap.add_argument("--set", action="append", default=[], help="a further override of the recipe")
+    ap.add_argument("--samples", type=int, help="documents per task and length, if not the plan's")
+    args = ap.parse_args()
+    work = Work(args.plan, args.work)
+    if args.name == "teacher":
+        read(work, [(None, "teacher")], args.samples)
+        return
+    variant = work.variant(args.name)
+    train(work, variant, tuple(args.set))
+    read(work, [(variant, role) for role in (STUDENT, *([CONTROL] if variant.control else []))], args.samples)
+
+
+if __name__ == "__main__":
+    main()
