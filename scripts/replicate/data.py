@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing.pool
+import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -24,6 +25,7 @@ from scripts.replicate.plan import Work
 from scripts.teacher.corpus import Corpus, corpus, read_texts
 from scripts.teacher.train import arguments as teacher_arguments
 
+T = TypeVar("T")
 CHARS_A_TOKEN = 6  # no prose has more on average
 HAYSTACK_CHARS = 3_000_000  # of the training books, enough for documents that are seen once
 _tokenizer: PreTrainedTokenizerFast
@@ -45,8 +47,8 @@ def prepare_tokens(work: Work, corpus: Corpus, seed: int, workers: int) -> None:
             _write(books, list(_pieces(corpus.books, length, rows["books"], seed)))
         needles = work.tokens("needles", length)
         if rows["needles"] and not needles.is_file():
-            with _pool(workers, corpus.haystack[:HAYSTACK_CHARS]) as pool:
-                _write(needles, pool.map(partial(_needle_row, length, seed), range(rows["needles"]), 8))
+            make, prose = partial(_needle_row, length, seed), corpus.haystack[:HAYSTACK_CHARS]
+            _write(needles, _mapped(make, range(rows["needles"]), workers, prose))
 
 
 def prepare_heldout(work: Work, texts: Sequence[Path]) -> None:
@@ -68,12 +70,18 @@ def prepare_documents(work: Work, workers: int) -> None:
     """Make the needle documents of the evaluation, which `niah.evaluate` then finds in the cache."""
     cells = [(task, length) for task in TASKS for length in work.plan.evaluation.lengths]
     cells.sort(key=lambda cell: -cell[1])
-    with _pool(workers) as pool:
-        list(pool.imap_unordered(partial(_cell, work.plan.evaluation.samples), cells))
+    _mapped(partial(_cell, work.plan.evaluation.samples), cells, workers)
 
 
-def _pool(workers: int, haystack: str | None = None) -> multiprocessing.pool.Pool:
-    return multiprocessing.get_context("spawn").Pool(workers, _load, (haystack,))
+def _mapped(
+    work: Callable[[Any], T], items: Sequence[Any], workers: int, haystack: str | None = None
+) -> list[T]:
+    """Results in order; by several processes, each with tokenizer and haystack of its own."""
+    if workers < 2:
+        _load(haystack)
+        return [work(item) for item in items]
+    with multiprocessing.get_context("spawn").Pool(workers, _load, (haystack,)) as pool:
+        return list(pool.imap(work, items))
 
 
 def _load(haystack: str | None) -> None:

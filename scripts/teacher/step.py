@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import regraft.layers.mixer
-from regraft.layers import RegraftForCausalLM
-from regraft.layers.mixer import Mixer
-from regraft.ops import kalman_delta_rule
+from regraft.layers import GatedDeltaNet, RegraftForCausalLM
+from regraft.layers.mixer import Design, Mixer
+from regraft.ops.chunk import chunk_filter
+from regraft.ops.inputs import prepare
+
+CHUNK = 64  # tokens of the filter at once
 
 
 def loss_of(
@@ -62,12 +63,27 @@ def choose_kernels(model: RegraftForCausalLM, kernels: str) -> None:
 
     Kernels of our own are no operations that the compiler knows, so that compiled blocks break around them.
     """
-    if kernels == "torch":
-        regraft.layers.mixer.kalman_delta_rule = partial(kalman_delta_rule, backend="chunk")
-        return
-    model.set_kernels("regraft")
     for mixer in (m for m in model.modules() if isinstance(m, Mixer)):
-        mixer.filter = torch.compiler.disable(mixer.filter)  # type: ignore[method-assign]
+        mixer.kernels = "regraft"
+        own: Any = traceable_filter if kernels == "torch" else torch.compiler.disable(mixer.filter)
+        mixer.filter = own  # type: ignore[method-assign]
+
+
+def traceable_filter(
+    q: Tensor, k: Tensor, v: Tensor, design: Design, state: None, use_cache: bool, cu_seqlens: None
+) -> tuple[Tensor, None]:
+    """`Mixer.filter` of a Gated DeltaNet in training, in operations that the compiler knows.
+
+    The op itself chooses kernels and sets the precision of products, neither of which can be traced; here the
+    caller's precision holds.
+    """
+    x = prepare(
+        q, k, v, design.g, design.obs_var, design.process_var, GatedDeltaNet.covariance, 0.0, 1.0, None, None,
+        None, None, 0.0,
+    )  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        o, _, _ = chunk_filter(x, CHUNK)
+    return o.flatten(3).to(v.dtype), None
 
 
 class Step:

@@ -1,0 +1,167 @@
+"""From results to rows: seeds of the main comparison pooled, differences paired by document."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from regraft.report.perplexity_statistics import perplexity_differences, perplexity_table
+from regraft.report.statistics import MEAN, Row, differences, table
+from scripts.replicate.plan import CONTROL, STUDENT, TEACHER
+from scripts.replicate.results import Results
+
+MAIN = "main"  # variants of this name, and with a number behind it, are seeds of one comparison
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """A variant that is no seed of the main comparison, with what it is compared with."""
+
+    name: str
+    question: str
+    student: str
+    against: str
+    gains: list[Row]  # of `differences`
+    ratios: list[Row]  # of `perplexity_differences`
+
+
+class Analysis:
+    """Tables of a replication; `student` and `control` are means over the seeds that are finished."""
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        names = list(results.models)
+        seeds = [v["name"] for v in results.plan["variants"] if _is_seed(v["name"])]
+        # both or none: a seed without its control would be a mean over other data
+        self.seeds = [s for s in seeds if {f"{s}/{STUDENT}", f"{s}/{CONTROL}"} <= set(names)]
+        pools = {role: [f"{seed}/{role}" for seed in self.seeds] for role in (STUDENT, CONTROL)}
+        pools = {TEACHER: [TEACHER], **pools} if TEACHER in names else pools
+        self.models = [role for role, members in pools.items() if members]
+        self.records = [r for role in self.models for r in _pooled(results.records, pools[role], role)]
+        self.perplexity = [
+            r for role in self.models for r in _pooled_nll(results.perplexity, pools[role], role)
+        ]
+
+    @property
+    def complete(self) -> bool:
+        """Whether teacher, student and control are all there."""
+        return self.models == [TEACHER, STUDENT, CONTROL]
+
+    @cached_property
+    def scores(self) -> list[Row]:
+        """Shares of teacher, student and control."""
+        return table(self.records)
+
+    @cached_property
+    def gains(self) -> list[Row]:
+        """Student minus control and student minus teacher."""
+        pairs = [(STUDENT, CONTROL), (STUDENT, TEACHER), (CONTROL, TEACHER)] if self.complete else []
+        return [row for a, b in pairs for row in differences(self.records, a, b, resamples=RESAMPLES)]
+
+    @cached_property
+    def perplexities(self) -> list[Row]:
+        """Perplexities of teacher, student and control."""
+        return perplexity_table(self.perplexity)
+
+    @cached_property
+    def ratios(self) -> list[Row]:
+        """Perplexity of student and control over the teacher's."""
+        if not self.complete:
+            return []
+        pairs = [(STUDENT, TEACHER), (CONTROL, TEACHER)]
+        return [
+            row
+            for a, b in pairs
+            for row in perplexity_differences(self.perplexity, a, b, resamples=RESAMPLES)
+        ]
+
+    @cached_property
+    def seed_gains(self) -> dict[str, list[Row]]:
+        """Student minus control of every seed by itself, over the whole document."""
+        return {
+            seed: _gains(self.results.records, f"{seed}/{STUDENT}", f"{seed}/{CONTROL}")
+            for seed in self.seeds
+        }
+
+    @cached_property
+    def ablations(self) -> list[Ablation]:
+        """All variants that are finished, each against what the plan says."""
+        done, found = self.results.models, []
+        for variant in self.results.plan["variants"]:
+            student, against = f"{variant['name']}/{STUDENT}", variant["against"]
+            if _is_seed(variant["name"]) or student not in done or against not in done:
+                continue
+            gains = _gains(self.results.records, student, against)
+            ratios = perplexity_differences(self.results.perplexity, student, against, resamples=RESAMPLES)
+            found.append(Ablation(variant["name"], variant["question"], student, against, gains, ratios))
+        return found
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({record["length"] for record in self.results.records})
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(record["task"] for record in self.results.records))
+
+
+def _is_seed(name: str) -> bool:
+    head, _, number = name.partition("-")
+    return head == MAIN and (not number or number.isdecimal())
+
+
+def _gains(records: Sequence[Row], student: str, against: str) -> list[Row]:
+    own = [r for r in records if r["model"] in (student, against)]
+    return [r for r in differences(own, student, against, resamples=RESAMPLES) if r["depth"] is None]
+
+
+def _pooled(records: Iterable[Row], members: Sequence[str], name: str) -> list[Row]:
+    """Records of a model that found what its members found on average."""
+    by_document: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for record in records:
+        if record["model"] in members:
+            by_document[record["task"], record["length"], record["seed"], record["index"]].append(record)
+    pooled = []
+    for group in by_document.values():
+        needles = [dict(needle) for needle in group[0]["needles"]]
+        for i, needle in enumerate(needles):
+            if needle["asked"]:
+                needle["hit"] = sum(record["needles"][i]["hit"] for record in group) / len(group)
+        score = sum(record["score"] for record in group) / len(group)
+        pooled.append({**group[0], "model": name, "needles": needles, "score": score})
+    return pooled
+
+
+def _pooled_nll(records: Iterable[Row], members: Sequence[str], name: str) -> list[Row]:
+    """Records of a model whose log-likelihoods are the means of its members'."""
+    by_text: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for record in records:
+        if record["model"] in members:
+            by_text[record["set"], record["length"], record["document"], record["stretch"]].append(record)
+    pooled = []
+    for group in by_text.values():
+        buckets = [
+            [*parts[0][:3], sum(part[3] for part in parts) / len(parts)]
+            for parts in zip(*(record["buckets"] for record in group), strict=True)
+        ]
+        nll = sum(record["nll"] for record in group) / len(group)
+        pooled.append({**group[0], "model": name, "buckets": buckets, "nll": nll})
+    return pooled
+
+
+def overall(rows: Iterable[Row], **wanted: Any) -> dict[int, Row]:
+    """Rows over the whole document (or block) by length, those with the wanted fields."""
+    return {
+        row["length"]: row
+        for row in rows
+        if row.get("depth") is None
+        and row.get("start") is None
+        and all(row[key] == value for key, value in wanted.items())
+    }
+
+
+__all__ = ["CONTROL", "MEAN", "STUDENT", "TEACHER", "Ablation", "Analysis", "overall"]

@@ -1,0 +1,250 @@
+"""The replication: its plans hold, its results survive packing, and its tables say what was put in."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import lzma
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from regraft.assets import austen, teacher_dir
+from regraft.assets.needles import TASKS
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.replicate.analysis import Analysis, overall  # noqa: E402
+from scripts.replicate.figures import BEGIN, END, draw, put  # noqa: E402
+from scripts.replicate.plan import Work, load_plan, model_name  # noqa: E402
+from scripts.replicate.results import Results, pack, unpack  # noqa: E402
+from scripts.replicate.run import Job, Runner, jobs  # noqa: E402
+from scripts.replicate.tables import sections  # noqa: E402
+from scripts.teacher.corpus import encoded  # noqa: E402
+from scripts.teacher.levels import replication_levels, short_levels  # noqa: E402
+from scripts.teacher.speed import choose  # noqa: E402
+
+HEADER = {"tokenizer": "t", "bos": "", "generator": 1}
+
+
+@pytest.mark.parametrize("name", ["h200", "tiny"])
+def test_every_recipe_of_a_plan_is_valid_and_differs_from_the_main_one(name, tmp_path):
+    work = Work(name, tmp_path)
+    recipes = {variant.name: work.recipe(variant) for variant in work.plan.variants}
+    assert all(a != recipes["main"] for name, a in recipes.items() if name != "main")
+    known = {model_name(*model) for model in work.plan.models()}
+    assert all(variant.against in known for variant in work.plan.variants)
+    trained = {sum(phase.tokens for phase in recipe.phases) for recipe in recipes.values()}
+    assert len(trained) == 1, "variants are compared at one budget"
+    assert work.plan.data_tokens >= trained.pop()
+    assert all(recipe.data.seed == recipe.seed for recipe in recipes.values())
+
+
+def test_a_plan_with_a_wrong_key_is_refused_with_its_place(tmp_path):
+    from regraft.errors import UserError
+
+    plan = load_plan("tiny")[0].model_dump(mode="json")
+    plan["evaluation"]["sample"] = 3
+    (tmp_path / "p.yaml").write_text(json.dumps(plan))
+    with pytest.raises(UserError, match=r"evaluation\.sample"):
+        load_plan(str(tmp_path / "p.yaml"))
+
+
+def records(model: str, hit: float, samples: int = 40, tasks=("niah_single_2", "niah_multiquery")) -> list:
+    """Made-up answers: a share `hit` of the needles is found, the same documents for every model."""
+    found = []
+    for task in tasks:
+        for length in (1024, 2048):
+            rng = np.random.default_rng(length)
+            for index in range(samples):
+                needles = [
+                    {"depth": (index % 10 + 0.5) / 10, "decile": index % 10, "start_token": 9, "asked": asked,
+                     **({"hit": bool(rng.random() < hit)} if asked else {})}
+                    for asked in (True, False)[: TASKS[task].n_keys]
+                ]  # fmt: skip
+                score = float(needles[0]["hit"])
+                found.append(
+                    {"model": model, "task": task, "length": length, "index": index, "seed": 0,
+                     "score": score,
+                     "needles": needles, "completion": f"{index}", "prompt_sha256": f"{task}{index}",
+                     "n_tokens": 1000, "new_tokens": 32, **HEADER}
+                )  # fmt: skip
+    return found
+
+
+def nll(model: str, factor: float) -> list:
+    """Made-up log-likelihoods of three books."""
+    return [
+        {"model": model, "set": "heldout.jsonl", "length": length, "document": book, "stretch": 0,
+         "bytes": 4096,
+         "tokens": 2048, "nll": factor * (6000 + book), "buckets": [[0, 1024, 2048, factor * (6000 + book)]],
+         "text_sha256": str(book), "before": "x", **HEADER}
+        for length in (1024, 2048) for book in range(3)
+    ]  # fmt: skip
+
+
+def results(**hits: float) -> Results:
+    """A replication of two seeds and an ablation with given shares of needles found."""
+    plan = load_plan("tiny")[0].model_dump(mode="json")
+    models = [name.replace("__", "/").replace("_", "-") for name in hits]
+    found = Results(plan=plan, models={name: {"name": name} for name in models})
+    for name, hit in zip(models, hits.values(), strict=True):
+        found.records += records(name, hit)
+        found.perplexity += nll(name, 1.002 if name.endswith("student") else 1.0)
+    return found
+
+
+def test_seeds_are_pooled_and_differences_are_paired():
+    a = Analysis(
+        results(
+            teacher=0.5, main__student=1.0, main__control=0.0, main_1__student=0.0, main_1__control=0.0,
+            isotropic__student=1.0,
+        )
+    )  # fmt: skip
+    assert a.seeds == ["main", "main-1"] and a.complete
+    gain = overall(a.gains, student="student", baseline="control", task="mean")[2048]
+    assert gain["difference"] == 0.5 and gain["low"] == gain["high"] == 0.5  # each document: (1 + 0) / 2 - 0
+    ratio = overall(a.ratios, student="student")[2048]
+    assert ratio["ratio"] == pytest.approx(np.exp(0.002 * 6001 / 2048))
+    assert [(x.name, overall(x.gains, task="mean")[1024]["difference"]) for x in a.ablations] == [
+        ("isotropic", 0.0)
+    ]
+
+
+def test_a_seed_without_its_control_is_left_out():
+    a = Analysis(results(teacher=0.5, main__student=1.0, main__control=0.0, main_1__student=0.0))
+    assert a.seeds == ["main"]
+    assert overall(a.gains, student="student", baseline="control", task="mean")[1024]["difference"] == 1.0
+
+
+def test_tables_hold_what_there_is_and_nothing_else(tmp_path):
+    partial = Analysis(results(teacher=0.5))
+    text = sections(partial, {})
+    assert "teacher, ours" in text and "control, ours" not in text and "### Goals" not in text
+    whole = Analysis(results(teacher=0.0, main__student=1.0, main__control=0.0, isotropic__student=0.0))
+    pictures = draw(whole, tmp_path / "images")
+    text = sections(whole, pictures)
+    assert "| student - control, ours | +100.0 [+100.0, +100.0] | +100.0 [+100.0, +100.0] |" in text
+    assert "| isotropic |" in text and "-100.0 [-100.0, -100.0]" in text
+    assert "at 2x (2,048), interval above 0 | +100.0 [+100.0, +100.0] | yes |" in text
+    assert "perplexity cost at most 0.5 %" in text and "| no |" in text  # 0.6 % is more
+    assert {"length", "depth", "maps", "perplexity", "ablations"} <= set(pictures)
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    put(page, text)
+    put(page, "new")
+    assert page.read_text() == f"before\n{BEGIN}\n\nnew\n{END}\nafter\n"
+
+
+def test_results_survive_packing(tmp_path):
+    work = Work("tiny", tmp_path)
+    (tmp_path / "records").mkdir()
+    made = {"teacher": records("teacher", 0.5), "isotropic/student": records("isotropic/student", 0.7)}
+    for name, answers in made.items():
+        found = {"sha256": "s", "dtype": "float32", "answers": answers, "perplexity": nll(name, 1.0)}
+        (tmp_path / "records" / f"{name.replace('/', '.')}.json").write_text(json.dumps(found))
+    run = tmp_path / "runs" / "isotropic"
+    run.mkdir(parents=True)
+    finished = {"tokens": 9, "flops": 2.0, "seconds": 1.5, "device": "cpu", "data_sha256": "d"}
+    manifest = {"layers": [1], "versions": {}, "finished": finished}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    lines = [{"step": i, "stage": "match", "tokens": i, "loss": 1.0, "lr": 0.1} for i in range(200)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    back = unpack(pack(work))
+    assert back.records == [record for answers in made.values() for record in answers]
+    assert back.perplexity == [record for name in made for record in nll(name, 1.0)]
+    assert back.models["isotropic/student"]["tokens"] == 9
+    curve = back.models["isotropic/student"]["curve"]
+    assert curve[0][0] == 0 and curve[-1][0] == 199 and len(curve) <= 70
+
+
+def test_levels_add_up_and_reach_the_full_length():
+    levels = replication_levels(1024, 96, 64)
+    assert all(sum(level.mixture.values()) == pytest.approx(1) for level in levels)
+    assert [level.length for level in levels] == [96, 160, 192, 192, 192, 256, 1024, 1024]
+    assert not any(level.whole for level in short_levels(96)) and levels[-1].most is None
+    assert levels[-1].mixture["book"] >= 0.85
+
+
+def test_the_fastest_way_is_chosen_among_those_that_agree():
+    torch_way = {"loss": 1.0, "gradient": 2.0, "ms": 9.0}
+    assert choose({"torch": torch_way, "triton": {"loss": 1.0, "gradient": 2.01, "ms": 3.0}}) == "triton"
+    assert choose({"torch": torch_way, "triton": {"loss": 1.0, "gradient": 2.5, "ms": 3.0}}) == "torch"
+    assert choose({"torch": torch_way, "triton": {"failed": True}}) == "torch"
+    assert (
+        choose({"torch": {"failed": True}, "triton": {"loss": 1.0, "gradient": 2.0, "ms": 3.0}}) == "triton"
+    )
+
+
+@pytest.mark.slow
+def test_books_are_tokenised_alike_by_one_process_and_by_two(tokenizer):
+    texts = ["One book.", "Another, with a number: 1234567.", ""]
+    alone = [ids.tolist() for ids in encoded(texts, teacher_dir(), 1)]
+    assert alone == [ids.tolist() for ids in encoded(texts, teacher_dir(), 2)]
+    assert alone == [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+
+
+def test_jobs_wait_for_each_other_and_what_is_done_is_left_alone(tmp_path, capsys):
+    def job(name: str, code: str, needs: tuple[str, ...] = ()) -> Job:
+        script = tmp_path / f"{name}_job.py"
+        script.write_text(code)
+        return Job(name, lambda: [script.stem], needs, (tmp_path / name).is_file)
+
+    def touch(name: str) -> str:
+        return f"open({str(tmp_path / name)!r}, 'x').close()"
+
+    args = argparse.Namespace(
+        plan="tiny", text=[], valid=[], test=[], workers=1, speed=False, rehearse=False, only=[], jobs=2,
+        gpus=1, site=str(tmp_path), minutes=5,
+    )  # fmt: skip
+    todo = [
+        job("second", f"open({str(tmp_path / 'first')!r}).close(); {touch('second')}", ("first",)),
+        job("first", touch("first")),
+        job("broken", "raise SystemExit(3)"),
+        job("behind", touch("behind"), ("broken",)),
+    ]
+    runner = Runner(Work("tiny", tmp_path), args)
+    runner.todo = list(todo)
+    assert not runner.run()
+    assert (runner.done, runner.failed) == ({"first", "second"}, {"broken"})
+    assert "left out: behind" in capsys.readouterr().out
+    runner = Runner(Work("tiny", tmp_path), args)
+    runner.todo = todo[:2]
+    assert runner.run() and "begins" not in capsys.readouterr().out
+    late = Runner(Work("tiny", tmp_path), argparse.Namespace(**{**vars(args), "minutes": 0}))
+    late.todo = [job("late", touch("late"))]
+    assert not late.run() and not (tmp_path / "late").exists()
+
+
+@pytest.mark.slow
+def test_the_whole_chain(tmp_path, monkeypatch):
+    """A teacher of a few steps, a student with its control, all figures; jobs one by one in this process."""
+    books = tmp_path / "books.jsonl.xz"
+    with lzma.open(books, "wt", encoding="utf-8") as file:
+        for start in range(0, 600_000, 150_000):
+            file.write(json.dumps({"text": austen()[start : start + 150_000], "author": "J. A."}) + "\n")
+    plan = load_plan("tiny")[0].model_dump(mode="json")
+    plan["teacher"]["train"] = [{"0.4": "0.01"}.get(x, x) for x in plan["teacher"]["train"]]
+    plan["evaluation"] = {"lengths": [384], "samples": 2, "batch_size": 16, "books": 2}
+    plan["recipe"] = str(ROOT / "scripts/replicate/plans/tiny-recipe.yaml")
+    plan["variants"] = plan["variants"][:1]
+    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+    work = Work(str(tmp_path / "plan.yaml"), tmp_path / "work")
+    args = argparse.Namespace(
+        plan=work.name, text=[books], valid=[books], test=[], workers=1, speed=False, rehearse=False, only=[]
+    )
+    monkeypatch.setenv("REGRAFT_CACHE", str(work.folder / "cache"))
+    for job in jobs(work, args):
+        assert not job.done()
+        module, *words = job.command()
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        main = f"{module}.train" if module == "scripts.teacher" else module
+        importlib.import_module(main).main()
+        assert job.done(), job.name
+    a = Analysis(unpack(pack(work)))
+    assert a.complete and len(a.records) == 3 * len(TASKS) * 2
+    assert {"length", "depth", "maps", "perplexity", "curves"} <= set(draw(a, tmp_path / "images"))
