@@ -387,6 +387,14 @@ _add_probe(
 )
 
 
+_add_probe(
+    "recall",
+    "small",
+    "--out recall --jobs 2",
+    "Layers that differ in the update rule alone learn to recall under collisions and of random keys.",
+)
+
+
 @recipes.command("ls", epilog="Example: regraft recipes ls")
 def recipes_ls() -> None:
     """List the shipped recipes."""

@@ -97,6 +97,8 @@ class Mixer(nn.Module):
     new_parameters: tuple[str, ...] = ()
     # `fla`, `regraft` or `auto`: whose kernels compute a delta rule; None leaves it to REGRAFT_KERNELS.
     kernels: str | None = None
+    # Tokens that the filter takes at once; heads much narrower than this are faster with less.
+    chunk_size: int = 64
 
     def __init__(self, config: RegraftConfig, **settings: Any) -> None:
         super().__init__()
@@ -225,6 +227,7 @@ class Mixer(nn.Module):
             initial_state=start,
             output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
+            chunk_size=self.chunk_size,
             check=False,  # in range by construction
             **self.filter_settings(),
         )

@@ -45,4 +45,5 @@ def load(verb: str, name_or_path: str | Path, overrides: Sequence[str] = ()) -> 
 VERBS: dict[str, tuple[str, ...]] = {
     "collision": ("collision",),
     "belief": ("bandits", "kernel"),
+    "recall": ("recall",),
 }

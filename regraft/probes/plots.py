@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 
@@ -37,3 +38,17 @@ def save(figure: Figure, path: Path) -> Path:
     figure.savefig(temporary, dpi=150, format="png", metadata={"Software": None})
     os.replace(temporary, path)
     return path
+
+
+def band(axis: Axes, x: Sequence[float], y: Sequence[dict[str, Any]], style: Style, label: str) -> None:
+    """A curve through the means of spreads (see `tables.spread`), with one deviation to both sides."""
+    mean, deviation = ([point[key] for point in y] for key in ("mean", "deviation"))
+    axis.plot(x, mean, label=label, markersize=5, **style._asdict())
+    low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
+    axis.fill_between(x, low, high, color=style.color, alpha=0.18, linewidth=0)
+
+
+def legend(figure: Figure, axis: Axes, columns: int = 3) -> None:
+    """One legend under all panels."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)

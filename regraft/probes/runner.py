@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from regraft.files import refuse_existing, write_json, write_text
 from regraft.probes.pool import Tick, probe_of, run_all
 from regraft.recipes.load import dump_recipe
 
+Results = Sequence[dict[str, Any]]
 FORMAT = 1  # of cell files; a new number makes old ones unread
 
 
@@ -46,7 +48,8 @@ class Cell:
     def file(self) -> str:
         """Name of the file that keeps its result."""
         text = json.dumps([FORMAT, self.settings], sort_keys=True)
-        return f"{self.name}.{hashlib.sha256(text.encode()).hexdigest()[:10]}.json"
+        name = re.sub(r"[^\w.-]+", "-", self.name)
+        return f"{name}.{hashlib.sha256(text.encode()).hexdigest()[:10]}.json"
 
 
 class Probe(Protocol):
@@ -62,9 +65,7 @@ class Probe(Protocol):
     def run(self, settings: dict[str, Any], device: str, tick: Tick) -> dict[str, Any]:
         """Run one cell; the result is JSON."""
 
-    def summary(
-        self, recipe: Any, cells: Sequence[Cell], results: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def summary(self, recipe: Any, cells: Sequence[Cell], results: Results) -> dict[str, Any]:
         """What the results say together, JSON, the same for the same results."""
 
     def markdown(self, summary: dict[str, Any]) -> str:

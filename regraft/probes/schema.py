@@ -167,7 +167,9 @@ class CollisionRecall(Section):
     """Keys along coordinate axes, as the paper's, or in a random basis drawn for every sequence."""
     test_floods: Some[Index] = (8, 16, 32, 64)
     test_overlaps: Some[Annotated[tuple[Overlap, Overlap], Field(strict=False)]] = ((0.6, 0.8), (0.85, 0.95))
-    """Ranges of the overlap that are tested, [low, high]; equal numbers for one overlap."""
+    """Ranges of the overlap, [low, high], that are tested with every flood."""
+    curve: Annotated[tuple[Overlap, ...], Field(strict=False)] = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+    """Single overlaps that are tested with the longest flood."""
     test: Count = 1024
     """Sequences of each test."""
 
