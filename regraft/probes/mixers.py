@@ -32,7 +32,7 @@ def mixer_config(spec: MixerSpec, width: int, heads: int, conv: int, **more: Any
 def build(spec: MixerSpec, config: RegraftConfig) -> tuple[nn.Module, bool]:
     """The mixer, and whether it is one of regraft's, which the backbone initialises.
 
-    A class gets the configuration if it has an argument `config`, else those of hidden_size, d_model, num_heads
+    A class gets the configuration if it takes `config`, else those of hidden_size, d_model, num_heads
     and head_dim that it takes by name; and the settings.
 
     Raises:
