@@ -28,12 +28,19 @@ def found(value: str, completion: str) -> bool:
 
     6161 is not found in 16161, in 6161a or, for values that hold a dash themselves, in ab-6161.
     """
-    return _run_of_its_own(value).search(completion) is not None
+    return _mentioned(value, completion) and _run_of_its_own(value).search(completion) is not None
 
 
 def complete(value: str, completion: str) -> bool:
     """Whether `value` is found and the text has gone on after it, so that no later token can spoil it."""
-    return any(match.end() < len(completion) for match in _run_of_its_own(value).finditer(completion))
+    return _mentioned(value, completion) and any(
+        match.end() < len(completion) for match in _run_of_its_own(value).finditer(completion)
+    )
+
+
+def _mentioned(value: str, completion: str) -> bool:
+    """Whether the value stands there at all: spares a pattern of its own for every row and token."""
+    return value.lower() in completion.lower()
 
 
 def _run_of_its_own(value: str) -> re.Pattern[str]:
