@@ -140,15 +140,18 @@ def _json_text(line: str, field: str, where: str) -> str:
 @contextmanager
 def _lines(path: Path) -> Iterator[Iterable[str]]:
     """The lines of a file, unpacked by its suffix, any line end as \\n, a byte order mark left out."""
-    import zstandard
+    openers: dict[str, Callable[..., IO[str]]] = {".gz": gzip.open, ".xz": lzma.open}
+    damaged: tuple[type[Exception], ...] = (OSError, EOFError, lzma.LZMAError, zlib.error)
+    if path.suffix == ".zst":
+        import zstandard
 
-    openers: dict[str, Callable[..., IO[str]]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": zstandard.open}
+        openers[".zst"], damaged = zstandard.open, (*damaged, zstandard.ZstdError)
     try:
         with openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as handle:
             yield handle
     except UnicodeDecodeError as error:
         raise UserError(path, f"is not UTF-8: {error}.", "convert it to UTF-8.") from error
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
+    except damaged as error:
         raise UserError(path, f"cannot be read: {error}.", "check the path and the file.") from error
 
 
