@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from regraft.assets import austen, teacher_dir
 from regraft.assets.needles import TASKS
+from regraft.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -26,7 +28,10 @@ from scripts.replicate.run import Job, Runner, jobs  # noqa: E402
 from scripts.replicate.tables import sections  # noqa: E402
 from scripts.teacher.corpus import encoded  # noqa: E402
 from scripts.teacher.levels import replication_levels, short_levels  # noqa: E402
+from scripts.teacher.model import new_model  # noqa: E402
 from scripts.teacher.speed import choose  # noqa: E402
+from scripts.teacher.step import choose_kernels  # noqa: E402
+from scripts.teacher.train import arguments  # noqa: E402
 
 HEADER = {"tokenizer": "t", "bos": "", "generator": 1}
 
@@ -45,8 +50,6 @@ def test_every_recipe_of_a_plan_is_valid_and_differs_from_the_main_one(name, tmp
 
 
 def test_a_plan_with_a_wrong_key_is_refused_with_its_place(tmp_path):
-    from regraft.errors import UserError
-
     plan = load_plan("tiny")[0].model_dump(mode="json")
     plan["evaluation"]["sample"] = 3
     (tmp_path / "p.yaml").write_text(json.dumps(plan))
@@ -160,6 +163,42 @@ def test_results_survive_packing(tmp_path):
     assert back.models["isotropic/student"]["tokens"] == 9
     curve = back.models["isotropic/student"]["curve"]
     assert curve[0][0] == 0 and curve[-1][0] == 199 and len(curve) <= 70
+
+
+def test_results_of_an_earlier_run_are_joined_and_others_refused(tmp_path):
+    def results_of(folder: Path, hits: dict[str, float], samples: int) -> Path:
+        (folder / "records").mkdir(parents=True)
+        for name, hit in hits.items():
+            found = {"sha256": "s", "dtype": "d", "answers": records(name, hit, samples), "perplexity": []}
+            (folder / "records" / f"{name}.json").write_text(json.dumps(found))
+        return pack(Work("tiny", folder))
+
+    first = results_of(tmp_path / "first", {"teacher": 0.5}, 10)
+    work = Work("tiny", tmp_path / "second")
+    work.folder.mkdir()
+    joined = unpack(pack(work, old=first))
+    assert joined.records == records("teacher", 0.5, 10)
+    results_of(tmp_path / "third", {"teacher": 0.0}, 20)
+    with pytest.raises(UserError, match="documents are others"):
+        pack(Work("tiny", tmp_path / "third"), old=first)
+
+
+@pytest.mark.parametrize(("kernels", "programs"), [("torch", 1), ("triton", 4)])
+def test_one_compiled_program_serves_all_layers(kernels, programs):
+    """The filter in torch compiles whole; around kernels a block breaks, but for every layer alike."""
+    shape = ["--layers", "5", "--hidden", "32", "--heads", "1", "--head-dim", "32"]
+    args = arguments(["--out", "x", "--device", "cpu", *shape])
+    model = new_model(args, 300)
+    choose_kernels(model, kernels)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ids = torch.arange(140)[None]
+    plain = model(ids).logits
+    for block in model.model.layers:
+        block.compile(dynamic=False, backend="eager")
+    assert torch.allclose(model(ids).logits, plain, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= programs
+    torch._dynamo.reset()
 
 
 def test_levels_add_up_and_reach_the_full_length():

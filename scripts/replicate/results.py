@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from regraft.distill.parent import read_manifest
+from regraft.errors import UserError
 from regraft.report.statistics import Row
 from scripts.replicate.job import records_file
 from scripts.replicate.plan import CONTROL, STUDENT, Variant, Work, model_name
@@ -39,16 +40,45 @@ class Results:
     perplexity: list[Row] = field(default_factory=list)
 
 
-def pack(work: Work, out: Path | None = None) -> Path:
-    """Write what is finished of a plan."""
+def pack(work: Work, out: Path | None = None, old: Path | None = None) -> Path:
+    """Write what is finished of a plan.
+
+    Args:
+        work: the plan and its folder.
+        out: the file, `WORK/results.jsonl.xz` by default.
+        old: results of an earlier run with the same teacher, for the models that this one has not.
+
+    Raises:
+        UserError: the other results are of another teacher or of other documents.
+    """
     out = out or work.folder / RESULTS
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_suffix(".tmp")
     with lzma.open(temporary, "wt", preset=9, encoding="utf-8") as file:
-        for line in _lines(work):
+        for line in _joined(list(_lines(work)), old):
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
     temporary.replace(out)
     return out
+
+
+def _joined(lines: list[dict[str, Any]], old: Path | None) -> Iterator[dict[str, Any]]:
+    yield from lines
+    if old is None:
+        return
+    with lzma.open(old, "rt", encoding="utf-8") as file:
+        theirs = [json.loads(line) for line in file]
+    for what in ("document", "teacher"):
+        one, two = ([line for line in found if line["kind"] == what] for found in (lines, theirs))
+        if one and two and one != two:
+            reason = f"its {what}s are others than those of this run."
+            raise UserError(old, reason, "join results of one teacher and one plan.")
+        if not one:
+            yield from two
+    here = {line["name"] for line in lines if line["kind"] == "model"}
+    for line in theirs:
+        name = {"model": "name", "perplexity": "of"}.get(line["kind"])
+        if name is not None and line[name] not in here:
+            yield line
 
 
 def _lines(work: Work) -> Iterator[dict[str, Any]]:
@@ -136,8 +166,9 @@ def main() -> None:
     ap.add_argument("--plan", required=True)
     ap.add_argument("--work", type=Path, required=True)
     ap.add_argument("--out", type=Path)
+    ap.add_argument("--with", dest="old", type=Path, help="results of an earlier run with the same teacher")
     args = ap.parse_args()
-    print(pack(Work(args.plan, args.work.resolve()), args.out))
+    print(pack(Work(args.plan, args.work.resolve()), args.out, args.old))
 
 
 if __name__ == "__main__":

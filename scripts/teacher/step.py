@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regraft.layers import GatedDeltaNet, RegraftForCausalLM
-from regraft.layers.mixer import Design, Mixer
+from regraft.layers.cache import MixerState
+from regraft.layers.mixer import Design
 from regraft.ops.chunk import chunk_filter
-from regraft.ops.inputs import prepare
+from regraft.ops.inputs import State, prepare
 
 CHUNK = 64  # tokens of the filter at once
 
@@ -58,32 +59,50 @@ def make_optimizer(model: RegraftForCausalLM, args: argparse.Namespace) -> torch
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=cuda, capturable=cuda)
 
 
-def choose_kernels(model: RegraftForCausalLM, kernels: str) -> None:
-    """Which form of the filter runs: `torch` operations, which compile with the rest, or `triton` kernels.
-
-    Kernels of our own are no operations that the compiler knows, so that compiled blocks break around them.
-    """
-    for mixer in (m for m in model.modules() if isinstance(m, Mixer)):
-        mixer.kernels = "regraft"
-        own: Any = traceable_filter if kernels == "torch" else torch.compiler.disable(mixer.filter)
-        mixer.filter = own  # type: ignore[method-assign]
-
-
-def traceable_filter(
-    q: Tensor, k: Tensor, v: Tensor, design: Design, state: None, use_cache: bool, cu_seqlens: None
-) -> tuple[Tensor, None]:
-    """`Mixer.filter` of a Gated DeltaNet in training, in operations that the compiler knows.
+class Traceable(GatedDeltaNet):
+    """A Gated DeltaNet in training whose filter is made of operations that the compiler knows.
 
     The op itself chooses kernels and sets the precision of products, neither of which can be traced; here the
     caller's precision holds.
     """
-    x = prepare(
-        q, k, v, design.g, design.obs_var, design.process_var, GatedDeltaNet.covariance, 0.0, 1.0, None, None,
-        None, None, 0.0,
-    )  # fmt: skip
-    with torch.autocast(q.device.type, enabled=False):
-        o, _, _ = chunk_filter(x, CHUNK)
-    return o.flatten(3).to(v.dtype), None
+
+    def filter(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        design: Design,
+        state: MixerState | None,
+        use_cache: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State | None]:
+        """`Mixer.filter` on whole rows, without a state."""
+        g, obs_var, process_var, *_ = design
+        nothing: Any = None
+        x = prepare(
+            q, k, v, g, obs_var, process_var, self.covariance, evidence=0.0, prior_var=1.0, rotation=None,
+            scale=None, initial_state=nothing, cu_seqlens=nothing, obs_var_floor=0.0,
+        )  # fmt: skip
+        with torch.autocast(q.device.type, enabled=False):
+            o, _, _ = chunk_filter(x, CHUNK)
+        return o.flatten(3).to(v.dtype), None
+
+
+class Untraced(GatedDeltaNet):
+    """A Gated DeltaNet whose filter the compiler leaves alone, kernels and all."""
+
+    kernels = "regraft"
+    filter = torch.compiler.disable(GatedDeltaNet.filter)
+
+
+def choose_kernels(model: RegraftForCausalLM, kernels: str) -> None:
+    """Which form of the filter runs: `torch` operations, which compile with the rest, or `triton` kernels.
+
+    Kernels of our own are no operations that the compiler knows, so that compiled blocks break around them.
+    One class for all layers, so that one program serves them.
+    """
+    for mixer in (m for m in model.modules() if isinstance(m, GatedDeltaNet)):
+        mixer.__class__ = Traceable if kernels == "torch" else Untraced
 
 
 class Step:
