@@ -16,8 +16,9 @@ from regraft.ops.triton.blocks import (
     fresh_t,
     put,
     put_columns,
+    share,
     square,
-    sum_of_all,
+    sum_of_shares,
     tile,
     tile_t,
 )
@@ -153,7 +154,8 @@ def _chain(
         M = tl.dot(ZG, tile_t(Z + begin * row + own, i, there, row, BD), input_precision=PRECISION)
         if NB > 1:
             n_met += 1
-            M = sum_of_all(M, partial, counters + 1 + group, n_met, part, NB, C)
+            shares = share(M, partial, counters + 1 + group, n_met, part, NB, C)
+            M = sum_of_shares(shares, NB, C)
         K_own = b[:, None] * tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
         F = 0.5 * b[:, None] * tile(dR + begin * row + own, i, there, row, BD) - (mu * b_end) * ZG
         F += tl.dot((mu * mu) * M, K_own, input_precision=PRECISION)

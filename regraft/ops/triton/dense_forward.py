@@ -11,23 +11,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regraft.ops.triton.blocks import columns_of, fresh_t, put, put_columns, square, sum_of_all, tile
+from regraft.ops.triton.blocks import columns_of, fresh_t, put, put_columns, share, square, sum_of_shares, tile
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.linalg import accumulate, chunk_decay, ldl
 
 
-@triton.jit
-def _innovations(S, r_cov, mu, C: tl.constexpr):
-    """`mu S + diag(r2)`, S given by its lower triangle."""
+@triton.jit(noinline=True)
+def _factorise(
+    shares, g, obs_cov, evidence, n, X, delta,
+    H: tl.constexpr, HG: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """X, delta and the k·u of a chunk of n tokens, from the shares of K R'.
+
+    A function of its own, and results through memory: in line it would take the registers that hold the
+    covariance. All programs of a head write the same numbers.
+    """
+    mu = tl.load(evidence)
     i = tl.arange(0, C)
-    S += tl.trans(tl.where(i[:, None] > i[None, :], S, 0.0))
-    return mu * S + tl.where(i[:, None] == i[None, :], r_cov[:, None], 0.0)
+    gt = tl.load(g + i * H, mask=i < n, other=0.0)
+    r = tl.load(obs_cov + i * HG, mask=i < n, other=1.0)
+    _, between, _, _ = chunk_decay(gt, C)
+    S = sum_of_shares(shares, NB, C) * between
+    A = mu * (S + tl.trans(tl.where(i[:, None] > i[None, :], S, 0.0)))
+    Xc, d = ldl(A + tl.where(i[:, None] == i[None, :], r[:, None], 0.0), C, PRECISION)
+    tl.store(square(X, 0, 0, C, C, C), Xc)
+    tl.store(delta + i, d)
+    tl.store(delta + C + i, tl.sum(Xc * S, 1))  # of U K' = (X ∘ dec) R K', the diagonal
+    tl.debug_barrier()
 
 
 @triton.jit
 def _chain(
     k, g, obs, obs_cov, process, evidence, cov, start, stop, first,
-    kappa, final, entry, R, U, X, delta, partial, counters,
+    kappa, final, entry, R, U, X, delta, partial, scratch, counters,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
@@ -48,6 +64,8 @@ def _chain(
     R += hg * D
     U += hg * D
     partial += (group * 2 * NB).to(tl.int64) * C * C
+    scratch += (group * NB + part).to(tl.int64) * (C + 2) * C
+    own_delta = scratch + C * C
     P = columns_of(cov + group.to(tl.int64) * D * D, own, D, BR, BD)
     n_met = 0
     for chunk in range(tl.load(first + doc), tl.load(first + doc + 1)):
@@ -56,7 +74,6 @@ def _chain(
         gt = tl.load(g + begin * H + h + i * H, mask=there, other=0.0)
         w = tl.load(process + begin * H + h + i * H, mask=there, other=0.0)
         r = tl.load(obs + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
-        r_cov = tl.load(obs_cov + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
         b, between, left, b_end = chunk_decay(gt, C)
         n = accumulate(between, w)
         n_end = tl.sum(tl.where(i == C - 1, n, 0.0), 0)
@@ -72,23 +89,27 @@ def _chain(
         if SAVE:
             put_columns(entry + block * D * D, P, own, D, BR, BD)
         put(R_at + own, i, there, H * G * D, R_own, BD)
-        if NB > 1:
-            n_met += 1  # noqa: SIM113
-            S = sum_of_all(S, partial, counters + 1 + group, n_met, part, NB, C)
-        S *= between
-        Xc, d = ldl(_innovations(S, r_cov, mu, C), C, PRECISION)
-        U_own = tl.dot(Xc * between, R_own, input_precision=PRECISION)
-        s = tl.sum(Xc * S, 1)  # k·u of every token, from the rows of U K' = (X ∘ dec) R K'
-        put(kappa + begin * (H * G * D) + own, i, there, H * G * D, U_own / (r + s)[:, None], BD)
+        n_met += 1  # noqa: SIM113
+        shares = share(S, partial, counters + 1 + group, n_met, part, NB, C)
+        _factorise(
+            shares, g + begin * H + h, obs_cov + begin * (H * G) + hg, evidence + h,
+            tl.load(stop + chunk) - begin.to(tl.int32), scratch, own_delta,
+            H=H, HG=H * G, NB=NB, C=C, PRECISION=PRECISION,
+        )  # fmt: skip
+        d = tl.load(own_delta + i)
+        s = tl.load(own_delta + C + i)
+        Xc = tl.load(square(scratch, 0, 0, C, C, C))
         if SAVE:
-            put(U + begin * (H * G * D) + own, i, there, H * G * D, U_own, BD)
             if part == 0:
                 tl.store(square(X + block * C * C, 0, 0, C, C, C), Xc)
                 tl.store(delta + block * C + i, d)
+        U_own = tl.dot(Xc * between, R_own, input_precision=PRECISION)
+        put(kappa + begin * (H * G * D) + own, i, there, H * G * D, U_own / (r + s)[:, None], BD)
+        if SAVE:
+            put(U + begin * (H * G * D) + own, i, there, H * G * D, U_own, BD)
         # P0 changes by U' diag(left² mu / d) U = R' Y, the right factor this program's own
-        Y = tl.dot(
-            tl.trans(Xc * between), (left * left * mu / d)[:, None] * U_own, input_precision=PRECISION
-        )
+        N_t = tl.load(scratch + i[None, :] * C + i[:, None]) * tl.trans(between)
+        Y = tl.dot(N_t, (left * left * mu / d)[:, None] * U_own, input_precision=PRECISION)
         keep = b_end * b_end
         updated = []
         for m in tl.static_range(D // BR):
@@ -120,11 +141,11 @@ def forward(
     saved = (chunks.count, H, G) if save else (0, H, G)
     entry, X, delta = new(*saved, D, D), new(*saved, C, C), new(*saved, C)
     U = new(*((N, H, G, D) if save else (0,)))
-    partial = new(groups, 2, parts, C, C)
+    partial, scratch = new(groups, 2, parts, C, C), new(groups, parts, C + 2, C)
     counters = torch.zeros(groups + 1, dtype=torch.int32, device=k.device)
     _chain[(groups * parts,)](
         k, g, obs, obs_cov, process, evidence, cov, chunks.start, chunks.stop, chunks.first,
-        kappa, final, entry, R, U, X, delta, partial, counters,
+        kappa, final, entry, R, U, X, delta, partial, scratch, counters,
         H=H, HK=HK, G=G, D=D, C=C, PRECISION=precision, SAVE=save, **launch,
     )  # fmt: skip
     return kappa, final, (entry, R, U, X, delta)
