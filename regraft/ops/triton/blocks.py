@@ -58,28 +58,24 @@ def put_columns(matrix, blocks, own, D: tl.constexpr, BR: tl.constexpr, BD: tl.c
 
 
 @triton.jit
-def share(x, partial, counter, n_met, part, NB: tl.constexpr, C: tl.constexpr):
-    """Give this program's share `x [C,C]` to the NB programs of a head, and wait until all have given theirs.
-
-    They thereby meet for the `n_met`-th time: what a program wrote before may be read by the others
-    afterwards. Returns where the shares are. Two buffers take turns: a program that writes the one again has
-    met all others since, and they had read it by then.
-    """
-    partial += n_met % 2 * (NB * C * C)
-    tl.store(square(partial + part * (C * C), 0, 0, C, C, C), x)
+def arrive(counter):
+    """Say that what this program wrote may be read by whoever waits for `counter`, zero at launch."""
     tl.debug_barrier()
-    if NB > 1:
-        tl.atomic_add(counter, 1, sem="release", scope="gpu")
-        while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < NB * n_met:
-            pass
-        tl.debug_barrier()
-    return partial
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def sum_of_shares(partial, NB: tl.constexpr, C: tl.constexpr):
-    """The sum `[C,C]` of what `share` gathered."""
-    total = tl.load(square(partial, 0, 0, C, C, C), cache_modifier=".cg")
+def wait(counter, arrivals):
+    """Until so many programs have arrived. All of them must have begun: work is taken in order of tickets."""
+    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < arrivals:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def sum_of_shares(shares, NB: tl.constexpr, C: tl.constexpr):
+    """The sum of NB matrices `[C,C]` that as many programs have written."""
+    total = tl.load(square(shares, 0, 0, C, C, C), cache_modifier=".cg")
     for other in tl.static_range(1, NB):
-        total += tl.load(square(partial + other * (C * C), 0, 0, C, C, C), cache_modifier=".cg")
+        total += tl.load(square(shares + other * (C * C), 0, 0, C, C, C), cache_modifier=".cg")
     return total

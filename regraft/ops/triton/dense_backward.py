@@ -12,15 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from regraft.ops.triton.blocks import (
+    arrive,
     columns_of,
     fresh_t,
     put,
     put_columns,
-    share,
     square,
     sum_of_shares,
     tile,
     tile_t,
+    wait,
 )
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.dense_forward import launch_of
@@ -53,7 +54,7 @@ def _prepare(
     _, between, left, _ = chunk_decay(gt, C)
     block = chunk * (H * G) + hg.to(tl.int64)
     Xc = tl.load(square(X + block * C * C, 0, 0, C, C, C))
-    d = tl.load(delta + block * C + i)
+    d = tl.load(delta + block * (2 * C) + i)
     k += h // (H // HK) * D
     row: tl.constexpr = H * G * D
     off = hg * D
@@ -129,7 +130,6 @@ def _chain(
     partial += (group * 2 * NB).to(tl.int64) * C * C
     dP = columns_of(dfinal + group.to(tl.int64) * D * D, own, D, BR, BD)
     i = tl.arange(0, C)
-    n_met = 0
     last = tl.load(first + doc + 1) - 1
     for number in range(0, last + 1 - tl.load(first + doc)):
         chunk = last - number
@@ -153,8 +153,11 @@ def _chain(
         # M = Z dP Z', symmetric as dP is
         M = tl.dot(ZG, tile_t(Z + begin * row + own, i, there, row, BD), input_precision=PRECISION)
         if NB > 1:
-            n_met += 1
-            shares = share(M, partial, counters + 1 + group, n_met, part, NB, C)
+            # two buffers take turns: who writes the one again has met all others since they read it
+            shares = partial + number % 2 * (NB * C * C)
+            tl.store(square(shares + part * (C * C), 0, 0, C, C, C), M)
+            arrive(counters + 1 + group)
+            wait(counters + 1 + group, NB * (number + 1))
             M = sum_of_shares(shares, NB, C)
         K_own = b[:, None] * tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
         F = 0.5 * b[:, None] * tile(dR + begin * row + own, i, there, row, BD) - (mu * b_end) * ZG

@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regraft.ops.triton.blocks import columns_of, fresh_t, put, put_columns, share, square, sum_of_shares, tile
+from regraft.ops.triton.blocks import (
+    arrive,
+    columns_of,
+    fresh_t,
+    put,
+    put_columns,
+    square,
+    sum_of_shares,
+    tile,
+    wait,
+)
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.linalg import accumulate, chunk_decay, ldl
 
@@ -24,7 +34,7 @@ def _factorise(
     """X, delta and the k·u of a chunk of n tokens, from the shares of K R'.
 
     A function of its own, and results through memory: in line it would take the registers that hold the
-    covariance. All programs of a head write the same numbers.
+    covariance.
     """
     mu = tl.load(evidence)
     i = tl.arange(0, C)
@@ -37,13 +47,12 @@ def _factorise(
     tl.store(square(X, 0, 0, C, C, C), Xc)
     tl.store(delta + i, d)
     tl.store(delta + C + i, tl.sum(Xc * S, 1))  # of U K' = (X ∘ dec) R K', the diagonal
-    tl.debug_barrier()
 
 
 @triton.jit
 def _chain(
     k, g, obs, obs_cov, process, evidence, cov, start, stop, first,
-    kappa, final, entry, R, U, X, delta, partial, scratch, counters,
+    kappa, final, entry, R, U, X, delta, partial, counters,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
@@ -63,9 +72,8 @@ def _chain(
     kappa += hg * D
     R += hg * D
     U += hg * D
-    partial += (group * 2 * NB).to(tl.int64) * C * C
-    scratch += (group * NB + part).to(tl.int64) * (C + 2) * C
-    own_delta = scratch + C * C
+    partial += (group * NB).to(tl.int64) * C * C
+    counters += 1 + 2 * group
     P = columns_of(cov + group.to(tl.int64) * D * D, own, D, BR, BD)
     n_met = 0
     for chunk in range(tl.load(first + doc), tl.load(first + doc + 1)):
@@ -89,26 +97,30 @@ def _chain(
         if SAVE:
             put_columns(entry + block * D * D, P, own, D, BR, BD)
         put(R_at + own, i, there, H * G * D, R_own, BD)
+        # one program of a head factorises for all; none writes its share again before it has X
         n_met += 1  # noqa: SIM113
-        shares = share(S, partial, counters + 1 + group, n_met, part, NB, C)
-        _factorise(
-            shares, g + begin * H + h, obs_cov + begin * (H * G) + hg, evidence + h,
-            tl.load(stop + chunk) - begin.to(tl.int32), scratch, own_delta,
-            H=H, HG=H * G, NB=NB, C=C, PRECISION=PRECISION,
-        )  # fmt: skip
-        d = tl.load(own_delta + i)
-        s = tl.load(own_delta + C + i)
-        Xc = tl.load(square(scratch, 0, 0, C, C, C))
-        if SAVE:
-            if part == 0:
-                tl.store(square(X + block * C * C, 0, 0, C, C, C), Xc)
-                tl.store(delta + block * C + i, d)
+        tl.store(square(partial + part * (C * C), 0, 0, C, C, C), S)
+        arrive(counters)
+        factor = block if SAVE else group.to(tl.int64)
+        X_at, delta_at = X + factor * (C * C), delta + factor * (2 * C)
+        if part == 0:
+            wait(counters, NB * n_met)
+            _factorise(
+                partial, g + begin * H + h, obs_cov + begin * (H * G) + hg, evidence + h,
+                tl.load(stop + chunk) - begin.to(tl.int32), X_at, delta_at,
+                H=H, HG=H * G, NB=NB, C=C, PRECISION=PRECISION,
+            )  # fmt: skip
+            arrive(counters + 1)
+        wait(counters + 1, n_met)
+        Xc = tl.load(square(X_at, 0, 0, C, C, C), cache_modifier=".cg")
+        d = tl.load(delta_at + i, cache_modifier=".cg")
+        s = tl.load(delta_at + C + i, cache_modifier=".cg")
         U_own = tl.dot(Xc * between, R_own, input_precision=PRECISION)
         put(kappa + begin * (H * G * D) + own, i, there, H * G * D, U_own / (r + s)[:, None], BD)
         if SAVE:
             put(U + begin * (H * G * D) + own, i, there, H * G * D, U_own, BD)
         # P0 changes by U' diag(left² mu / d) U = R' Y, the right factor this program's own
-        N_t = tl.load(scratch + i[None, :] * C + i[:, None]) * tl.trans(between)
+        N_t = tl.load(X_at + i[None, :] * C + i[:, None], cache_modifier=".cg") * tl.trans(between)
         Y = tl.dot(N_t, (left * left * mu / d)[:, None] * U_own, input_precision=PRECISION)
         keep = b_end * b_end
         updated = []
@@ -138,14 +150,15 @@ def forward(
         return k.new_empty(shape, dtype=torch.float32)
 
     kappa, final, R = k.new_empty(N, H, G, D, dtype=dtype), torch.empty_like(cov), new(N, H, G, D)
-    saved = (chunks.count, H, G) if save else (0, H, G)
-    entry, X, delta = new(*saved, D, D), new(*saved, C, C), new(*saved, C)
+    entry = new(*((chunks.count, H, G, D, D) if save else (0,)))
+    factors = (chunks.count, H, G) if save else (groups,)
+    X, delta = new(*factors, C, C), new(*factors, 2, C)  # with k·u
     U = new(*((N, H, G, D) if save else (0,)))
-    partial, scratch = new(groups, 2, parts, C, C), new(groups, parts, C + 2, C)
-    counters = torch.zeros(groups + 1, dtype=torch.int32, device=k.device)
+    partial = new(groups, parts, C, C)
+    counters = torch.zeros(2 * groups + 1, dtype=torch.int32, device=k.device)
     _chain[(groups * parts,)](
         k, g, obs, obs_cov, process, evidence, cov, chunks.start, chunks.stop, chunks.first,
-        kappa, final, entry, R, U, X, delta, partial, scratch, counters,
+        kappa, final, entry, R, U, X, delta, partial, counters,
         H=H, HK=HK, G=G, D=D, C=C, PRECISION=precision, SAVE=save, **launch,
     )  # fmt: skip
     return kappa, final, (entry, R, U, X, delta)
