@@ -106,7 +106,8 @@ def test_programs_that_share_a_covariance(monkeypatch: pytest.MonkeyPatch, D: in
             return launch
 
     for module in (dense_forward, dense_backward):
-        monkeypatch.setattr(module, "launch_of", lambda D: {"BR": D // 2, "BD": 16, "num_warps": 4, "num_stages": 1})
+        launch = {"BR": D // 2, "BD": 16, "num_warps": 4, "num_stages": 1}
+        monkeypatch.setattr(module, "launch_of", lambda *_, launch=launch: launch)
         monkeypatch.setattr(module, "_chain", Forked(module._chain))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process that was forked has no other threads

@@ -278,9 +278,9 @@ def backward(
     k, g, obs, _, process, evidence, entry, R, U, X, delta = saved
     (N, HK, D), (H, G), C = k.shape, obs.shape[1:], chunks.size
     shape = {"H": H, "HK": HK, "G": G, "D": D, "C": C, "PRECISION": precision}
-    launch = launch_of(D)
-    BD = launch["BR"]
-    parts, groups = D // launch["BD"], chunks.documents * H * G
+    groups = chunks.documents * H * G
+    launch = launch_of(D, groups, k.device)
+    BD, parts = launch["BR"], D // launch["BD"]
     dkappa = dkappa.contiguous()
     dfinal = (0.5 * (dfinal + dfinal.mT)).contiguous()
     Z, dR, dk, HG = (torch.empty_like(U) for _ in range(4))
