@@ -1,7 +1,7 @@
 """The dense gain pass, backward: `docs/filter.md` derives it.
 
-One kernel prepares what each chunk needs, a chain carries the covariance's gradient from the last chunk to the
-first, split over programs as forward, and two kernels finish the chunks.
+One kernel prepares what each chunk needs, a chain carries the covariance's gradient from the last chunk to
+the first, split over programs as forward, and two kernels finish the chunks.
 """
 
 from __future__ import annotations
