@@ -395,6 +395,14 @@ _add_probe(
 )
 
 
+_add_probe(
+    "mqar",
+    "small",
+    "--out mqar --jobs 2",
+    "Layers learn to bind keys to values of one vocabulary, to overwrite some and to leave the others alone.",
+)
+
+
 @recipes.command("ls", epilog="Example: regraft recipes ls")
 def recipes_ls() -> None:
     """List the shipped recipes."""

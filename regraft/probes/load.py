@@ -46,4 +46,5 @@ VERBS: dict[str, tuple[str, ...]] = {
     "collision": ("collision",),
     "belief": ("bandits", "kernel"),
     "recall": ("recall",),
+    "mqar": ("mqar",),
 }

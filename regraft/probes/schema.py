@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from regraft.recipes.schema import (
     Count,
@@ -205,41 +205,67 @@ class Recall(Sweep):
     mlp: Count = 128
 
 
+Size = Annotated[tuple[Count, Count], Field(strict=False)]
+
+
 class MqarTask(Section):
     """One task of the MQAR family."""
 
-    kind: Literal["base", "update", "block"]
     name: Text
-    train: Some[Annotated[tuple[Count, Count], Field(strict=False)]]
-    """Sizes [tokens, pairs] of training, one of these a batch."""
-    test: Some[Annotated[tuple[Count, Count], Field(strict=False)]]
+    """What tables and figures call it."""
+    train: Some[Size]
+    """Sizes [tokens, pairs] of training, one of these a batch, in turn."""
+    test: Some[Size]
     """Sizes [tokens, pairs] that are tested."""
-    updated: Share = 0.5
-    """update: share of the keys that are written again with another value."""
+    updated: Share = 0.0
+    """Share of the keys that are written again with another value."""
     interleaved: bool = False
-    """update: second writes stand among the first ones instead of after them."""
+    """Second writes stand among the first ones instead of after them."""
     block: Count = 1
-    """block: keys in a row before their values follow."""
+    """Keys in a row before their values follow."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> MqarTask:
+        for tokens, pairs in (*self.train, *self.test):
+            needed = 4 * pairs + 2 * round(self.updated * pairs)
+            if needed > tokens:
+                raise ValueError(
+                    f"{self.name}: {pairs} pairs and their queries need {needed} tokens, not {tokens}"
+                )
+        return self
 
 
 class Mqar(Sweep):
-    """Multi-query associative recall with one vocabulary, updates and blocks."""
+    """Multi-query associative recall with one vocabulary, updates and blocks (paper 000, 4.2)."""
 
     probe: Literal["mqar"]
     tasks: Some[MqarTask]
     vocabulary: Count = 8192
+    filler: Literal["zero", "random"] = "random"
+    """What stands where nothing is asked: 0, or ids that are neither key nor value of the sequence."""
     widths: Some[Count] = (64, 128, 256, 512)
     rates: Some[Positive] = (1e-3, 3.16e-3, 1e-2)
-    """Learning rates tried at every width; the best by validation is tested. They replace `train.lr`."""
+    """Learning rates tried at every width, in place of `train.lr`; the best by validation is tested."""
     heads: Count = 2
     conv: Count = 4
     """Taps of the mixers' short convolutions; 1 for no local mixing."""
-    layers: Some[Literal["conv", "mixer"]] = ("mixer", "mixer")
+    layers: Some[Literal["conv", "mixer"]] = ("conv", "mixer")
     """`conv` is a gated short convolution, the same for every mixer."""
-    filler: Literal["zero", "random"] = "random"
-    """What stands where nothing is asked: 0, or ids that are neither key nor value of the sequence."""
-    test_sequences: Count = 1000
+    stop_at: Share = 0.995
+    """Training ends where the validation accuracy reaches this; looked at twenty times."""
+    validation: Count = 256
+    """Sequences of the validation."""
+    sequences: Count = 1000
     """Sequences of each test."""
+
+    @model_validator(mode="after")
+    def _enough_ids(self) -> Mqar:
+        for task in self.tasks:
+            for _, pairs in (*task.train, *task.test):
+                needed = 2 * pairs + round(task.updated * pairs) + 2  # 0, and one to fill with
+                if needed > self.vocabulary:
+                    raise ValueError(f"vocabulary: {task.name} with {pairs} pairs needs {needed} ids")
+        return self
 
 
 SCHEMAS: dict[str, type[Section]] = {

@@ -23,12 +23,21 @@ def train(
     loss: Callable[[nn.Module, B], Tensor],
     settings: Training,
     tick: Tick,
+    done: Callable[[], bool] | None = None,
 ) -> dict[str, Any]:
     """Train on `batch(step)`, step from 0; AdamW, clipped, with warm-up and schedule.
 
+    Args:
+        model: what is trained.
+        batch: the data of a step.
+        loss: of the model on a batch.
+        settings: the recipe's.
+        tick: told the share of the run that each step is.
+        done: asked twenty times whether to stop early.
+
     Returns:
-        `loss`, the mean of the last updates, `losses`, means of twentieths of the run, and `diverged`. A run
-        whose loss is no longer finite ends there, its losses None.
+        `steps` done, `loss`, the mean of the last updates, `losses`, means of twentieths of the run, and
+        `diverged`. A run whose loss is no longer finite ends there, its losses None.
     """
     matrices, rest = decayed(model)
     groups = [
@@ -50,16 +59,18 @@ def train(
         tick(1 / settings.steps)
         if step % LAST == 0 and not math.isfinite(float(seen[-1])):
             break
+        if done is not None and (step + 1) % max(1, settings.steps // 20) == 0 and done():
+            tick(1 - (step + 1) / settings.steps)
+            break
     model.eval()
-    return _told(torch.stack(seen).cpu(), settings.steps)
+    return _told(torch.stack(seen).cpu())
 
 
-def _told(seen: Tensor, steps: int) -> dict[str, Any]:
-    diverged = len(seen) < steps or not bool(seen.isfinite().all())
-    if diverged:
-        return {"loss": None, "losses": None, "diverged": True}
+def _told(seen: Tensor) -> dict[str, Any]:
+    if not bool(seen.isfinite().all()):
+        return {"steps": len(seen), "loss": None, "losses": None, "diverged": True}
     parts = [float(part.mean()) for part in seen.tensor_split(min(20, len(seen)))]
-    return {"loss": float(seen[-LAST:].mean()), "losses": parts, "diverged": False}
+    return {"steps": len(seen), "loss": float(seen[-LAST:].mean()), "losses": parts, "diverged": False}
 
 
 def _factor(step: int, s: Training) -> float:

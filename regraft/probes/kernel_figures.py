@@ -1,0 +1,41 @@
+"""Figure of the fitted kernels: weight by lag, of every mixer beside the Bayes kernel's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from regraft.probes.plots import legend, save, styles
+
+
+def draw(summary: dict[str, Any], path: Path) -> Path:
+    """Above the kernels, a column a regime; below their distance to the Bayes kernel."""
+    regimes = summary["regimes"]
+    figure = Figure(figsize=(1 + 4.6 * len(regimes), 6.2), layout="constrained")
+    axes = figure.subplots(2, len(regimes), sharex=True, squeeze=False)
+    style = styles([m["mixer"] for m in regimes[0]["mixers"]])
+    for (top, bottom), found in zip(axes.T, regimes, strict=True):
+        exact = np.array(found["kernel"])[::-1]  # by lag: the newest first
+        lag = np.arange(len(exact))
+        top.plot(lag, exact, color="black", linewidth=2.5, alpha=0.55, label="Bayes")
+        for m in found["mixers"]:
+            if not m["kernels"]:
+                continue
+            look, kernels = style[m["mixer"]], np.array(m["kernels"])[:, ::-1]
+            mean, deviation = kernels.mean(0), kernels.std(0)
+            line = {"color": look.color, "linestyle": look.linestyle, "linewidth": 1.2}
+            top.plot(lag, mean, label=m["mixer"], **line)
+            top.fill_between(
+                lag, mean - deviation, mean + deviation, color=look.color, alpha=0.15, linewidth=0
+            )
+            bottom.plot(lag, np.abs(kernels - exact).mean(0), **line)
+        top.set_title(f"{found['regime']} kernel", fontsize=10)
+        bottom.set_xlabel("lag")
+        bottom.set_yscale("log")
+    axes[0, 0].set_ylabel("weight in the last estimate")
+    axes[1, 0].set_ylabel("distance to the Bayes kernel")
+    legend(figure, axes[0, 0], 4)
+    return save(figure, path)
