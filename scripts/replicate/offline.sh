@@ -12,7 +12,7 @@ lm_eval=$(grep -o '^lm-eval==.*' constraints.txt)
 python3 -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --only-binary=:all: --target "$work/site" \
   --implementation cp --python-version "$python" --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
   --platform manylinux2014_x86_64 \
-  "$lm_eval" datasets 'dill<0.4.2' 'multiprocess<0.70.20' pydantic annotated-types typing-inspection wonderwords \
+  "$lm_eval" datasets 'dill<0.4.2' 'multiprocess<0.70.20' pydantic annotated-types typing-inspection typing-extensions wonderwords \
   "pydantic-core==$(python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version "$python" \
     --dest "$work/pydantic" pydantic && unzip -p "$work"/pydantic/*.whl '*/METADATA' | sed -n 's/^Requires-Dist: pydantic-core==//p')"
 find "$work/site/lm_eval/tasks" -mindepth 1 -maxdepth 1 -type d -exec rm -r {} +
