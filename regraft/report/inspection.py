@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from regraft.assets.needles import NeedleDocument, make_document
 from regraft.errors import UserError
@@ -68,11 +69,11 @@ def inspect_student(entrant: Entrant, seed: int, folder: Path) -> list[tuple[str
     model = entrant.load()
     if not isinstance(model, RegraftForCausalLM):
         raise UserError("--inspect", "the model is not one of ours.", "inspect a converted student.")
-    found = traces(model, entrant.tokenizer, _document(entrant, seed))
+    found = traces(model, entrant.tokenizer, inspection_document(entrant.tokenizer, seed))
     figures = []
     for layer, trace in found.items():
         name = f"inspect_layer_{layer}"
-        save(_trace_figure(trace, layer), folder / name)
+        save(trace_figure(trace, layer), folder / name)
         caption = f"Layer {layer}: gain, variance along the needle's keys, error of its read-out"
         figures.append((name, caption))
     save(_calibration_figure(found), folder / "calibration")
@@ -80,9 +81,9 @@ def inspect_student(entrant: Entrant, seed: int, folder: Path) -> list[tuple[str
     return figures
 
 
-def _document(entrant: Entrant, seed: int) -> NeedleDocument:
+def inspection_document(tokenizer: PreTrainedTokenizerFast, seed: int) -> NeedleDocument:
     """The first document whose needle lies where there is room around it."""
-    made = (make_document(TASK, LENGTH, index, seed=seed, tokenizer=entrant.tokenizer) for index in range(30))
+    made = (make_document(TASK, LENGTH, index, seed=seed, tokenizer=tokenizer) for index in range(30))
     return next(document for document in made if document.needles[0].decile == TENTH)
 
 
@@ -173,7 +174,7 @@ def _relative_error(M: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return (read - values).square().sum((0, 2, 3)) / values.square().sum((0, 2, 3)).clamp(min=1e-12)
 
 
-def _trace_figure(trace: Trace, layer: int) -> Figure:
+def trace_figure(trace: Trace, layer: int) -> Figure:
     """Three panels over the tokens of the document."""
     figure = Figure(figsize=(8.6, 6.6), layout="constrained")
     axes = figure.subplots(3, 1, sharex=True)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from regraft.report.inspection import Trace
 from regraft.report.perplexity_statistics import perplexity_differences, perplexity_table
 from regraft.report.statistics import MEAN, Row, differences, table
 from scripts.replicate.plan import CONTROL, STUDENT, TEACHER
@@ -100,6 +103,15 @@ class Analysis:
             found.append(Ablation(variant["name"], variant["question"], student, against, gains, ratios))
         return found
 
+    @cached_property
+    def traces(self) -> dict[str, dict[str, Trace]]:
+        """What was seen inside the filters of students, by model and layer."""
+        return {
+            name: {layer: _trace(fields) for layer, fields in model["inside"]["traces"].items()}
+            for name, model in self.results.models.items()
+            if "traces" in model.get("inside", {})
+        }
+
     @property
     def lengths(self) -> list[int]:
         return sorted({record["length"] for record in self.results.records})
@@ -107,6 +119,14 @@ class Analysis:
     @property
     def tasks(self) -> list[str]:
         return list(dict.fromkeys(record["task"] for record in self.results.records))
+
+
+def _trace(fields: dict[str, Any]) -> Trace:
+    arrays: dict[str, Any] = {
+        name: value if isinstance(value, int) else np.array(value, dtype=np.float64)
+        for name, value in fields.items()
+    }
+    return Trace(**arrays)
 
 
 def _is_seed(name: str) -> bool:
@@ -164,4 +184,4 @@ def overall(rows: Iterable[Row], **wanted: Any) -> dict[int, Row]:
     }
 
 
-__all__ = ["CONTROL", "MEAN", "STUDENT", "TEACHER", "Ablation", "Analysis", "overall"]
+__all__ = ["CONTROL", "MAIN", "MEAN", "STUDENT", "TEACHER", "Ablation", "Analysis", "overall"]

@@ -19,8 +19,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from regraft.files import write_text
 from regraft.report.curves import STYLES
+from regraft.report.inspection import trace_figure
 from regraft.report.statistics import DECILES, Row
-from scripts.replicate.analysis import CONTROL, MEAN, STUDENT, TEACHER, Analysis, overall
+from scripts.replicate.analysis import CONTROL, MAIN, MEAN, STUDENT, TEACHER, Analysis, overall
 from scripts.replicate.results import unpack
 from scripts.replicate.tables import sections
 
@@ -42,6 +43,10 @@ def draw(a: Analysis, images: Path) -> dict[str, str]:
         if figure is not None:
             names[name] = f"replication-{name}.png"
             figure.savefig(images / names[name], dpi=130, metadata={"Software": None})
+    for layer, trace in a.traces.get(f"{MAIN}/{STUDENT}", {}).items():
+        name = f"inside-{layer}"
+        names[name] = f"replication-{name}.png"
+        trace_figure(trace, int(layer)).savefig(images / names[name], dpi=130, metadata={"Software": None})
     return names
 
 
@@ -82,6 +87,8 @@ def by_depth(a: Analysis) -> Figure | None:
             _line(axis, x, own, "difference", f"student - {baseline}", *COLOURS[baseline], factor=100)
         axis.axhline(0, color="#555555", linewidth=0.8)
         axis.set_xlim(0, 100)
+        if axis is not axes[0]:
+            axis.sharey(axes[0])
         axis.set_title(f"{length:,} tokens", fontsize=9, loc="left")
     figure.supylabel("points, mean of six tasks", fontsize=9)
     figure.supxlabel("depth of the needle, % of the context (0 = top of the document)", fontsize=9)
@@ -110,8 +117,9 @@ def maps(a: Analysis) -> Figure | None:
                     grid[y, x] = 100 * row["difference"]
                     sure = not row["low"] <= 0 <= row["high"]
                     dark = abs(grid[y, x]) > 0.6 * limit
+                    points = round(grid[y, x])
                     axis.text(
-                        x, y, f"{grid[y, x] + 0.0:+.0f}", ha="center", va="center", fontsize=7,
+                        x, y, f"{points:+d}" if points else "0", ha="center", va="center", fontsize=7,
                         color="#ffffff" if dark else "#1a1a1a", weight="bold" if sure else "normal",
                     )  # fmt: skip
         image = axis.imshow(grid, cmap=DIFFERENCES, vmin=-limit, vmax=limit, aspect="auto")

@@ -5,20 +5,27 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from regraft.convert import load_model, load_tokenizer, open_checkpoint
+from regraft.convert.scan import scan_checkpoint
 from regraft.distill.parent import read_manifest
 from regraft.distill.run import control, distill
+from regraft.errors import UserError
 from regraft.files import hash_directory, user_cache, write_json
 from regraft.layers import RegraftForCausalLM
+from regraft.report.inspection import Trace, inspection_document, traces
 from regraft.report.niah import Entrant, evaluate
 from regraft.report.perplexity import measure
 from regraft.report.shelf import Shelf
-from scripts.replicate.plan import CONTROL, STUDENT, Variant, Work, model_name
+from scripts.replicate.plan import CONTROL, STUDENT, TEACHER, Variant, Work, model_name
 
+SCAN_DOCUMENTS = 16
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 
 
@@ -56,8 +63,32 @@ def read(work: Work, models: Sequence[tuple[Variant | None, str]], samples: int 
             {name: entrant}, sets=[str(work.heldout)], lengths=settings.lengths, samples=settings.books,
             finished=finished,
         )  # fmt: skip
+        found = {"sha256": digest, "dtype": DTYPE, "answers": answers, "perplexity": nll}
         out.parent.mkdir(exist_ok=True)
-        write_json(out, {"sha256": digest, "dtype": DTYPE, "answers": answers, "perplexity": nll})
+        write_json(out, {**found, "inside": inside(work, role, entrant)})
+
+
+def inside(work: Work, role: str, entrant: Entrant) -> dict[str, Any]:
+    """Of a student what its filters did on a document, by layer; of the teacher where its memory lives."""
+    if role == TEACHER:
+        return {"scan": asdict(scan_checkpoint(open_checkpoint(work.teacher), samples=SCAN_DOCUMENTS))}
+    if role == CONTROL:
+        return {}
+    try:
+        found = traces(entrant.load(), entrant.tokenizer, inspection_document(entrant.tokenizer, 0))
+    except UserError:  # no layer keeps a covariance
+        return {}
+    return {"traces": {str(layer): _plain(trace) for layer, trace in found.items()}}
+
+
+def _plain(trace: Trace) -> dict[str, Any]:
+    """Numbers to four digits, None for what is none."""
+    return {
+        name: value
+        if isinstance(value, int)
+        else [[None if np.isnan(x) else round(x, 4) for x in row] for row in value.tolist()]
+        for name, value in vars(trace).items()
+    }
 
 
 def _load(place: str) -> RegraftForCausalLM:
@@ -79,7 +110,7 @@ def main() -> None:
     args = ap.parse_args()
     work = Work(args.plan, args.work)
     if args.name == "teacher":
-        read(work, [(None, "teacher")], args.samples)
+        read(work, [(None, TEACHER)], args.samples)
         return
     variant = work.variant(args.name)
     train(work, variant, tuple(args.set))

@@ -1,8 +1,8 @@
 """Everything measured, in one file that is small enough to keep: `results.jsonl.xz`.
 
 Lines, each with a `kind`: `plan`; `teacher`, what its training reported; `document`, one a needle document;
-`model`, one a model: what it is, what it cost, and for every document in order which needles it found and
-what it wrote; `perplexity`, one a model, stretch and length.
+`model`, one a model: what it is, what it cost, what was seen inside it, and for every document in order
+which needles it found and what it wrote; `perplexity`, one a model, stretch and length.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def _lines(work: Work) -> Iterator[dict[str, Any]]:
         yield {
             "kind": "model", "name": name, "sha256": found["sha256"], "dtype": found["dtype"],
             **{key: answers[0][key] for key in _HEADER}, **_cost(work, variant, role),
+            "inside": found.get("inside", {}),
             "hits": ["".join(str(int(n["hit"])) for n in r["needles"] if n["asked"]) for r in answers],
             "completions": [record["completion"] for record in answers],
         }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from regraft.report.inspection import calibration
 from regraft.report.statistics import Row
 from scripts.replicate.analysis import CONTROL, MEAN, STUDENT, TEACHER, Analysis, overall
 
@@ -17,7 +18,7 @@ NAMES = {TEACHER: "teacher", STUDENT: "Bayesian student", CONTROL: "control"}
 
 def sections(a: Analysis, pictures: dict[str, str]) -> str:
     """All sections that there are results for."""
-    made = (goals, retrieval, by_task, by_depth, perplexity, seeds, ablations, teacher, cost)
+    made = (goals, retrieval, by_task, by_depth, perplexity, seeds, ablations, inside, teacher, memory, cost)
     texts = [text for make in made if (text := make(a, pictures))]
     return "\n\n".join(texts) + "\n" if texts else ""
 
@@ -152,6 +153,48 @@ def ablations(a: Analysis, pictures: dict[str, str]) -> str:
         )
     note = "Points of the mean over six tasks, one seed; perplexity where it differs most."
     return "\n\n".join(["### Ablations", _table(head, rows), note, *_figure(pictures, "ablations")])
+
+
+def inside(a: Analysis, pictures: dict[str, str]) -> str:
+    """What the filters of the students did on one needle document."""
+    head = [
+        "variant", "layer", "gain, tokens 0-63", "gain, last 64", "variance along the needle's keys",
+        "error of reading the needle", "of the tokens before it", "predicted against real error, rank",
+    ]  # fmt: skip
+    rows = [
+        [name.removesuffix(f"/{STUDENT}"), layer, f"{t.gain[:64].mean():.3f}", f"{t.gain[-64:].mean():.3f}",
+         f"{t.needle_variance[-1].mean():.3f}", f"{t.needle_error[-1].mean():.2f}",
+         f"{t.rest_error[-1].mean():.2f}", f"{calibration(t)[2]:+.2f}"]
+        for name, layers in a.traces.items() for layer, t in layers.items()
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    note = (
+        "`niah_single_2`, one document of 512 tokens, means over heads. A gain is the share of its own key's"
+        " value that a token writes; variance and errors are those after the last token; variances start at 1,"
+        " and an error of 1 is nothing kept."
+    )
+    figures = [text for name in pictures if name.startswith("inside") for text in _figure(pictures, name)]
+    return "\n\n".join(["### Inside the filters", _table(head, rows), note, *figures])
+
+
+def memory(a: Analysis, _: dict[str, str]) -> str:
+    """Where the teacher's memory lives."""
+    found = a.results.models.get(TEACHER, {}).get("inside", {}).get("scan")
+    if not found:
+        return ""
+    head = ["layer", "answer loss", "rise", "retrieved, %", "kept a token, by head", "gain, by head"]
+    rows = [
+        [str(x["layer"]), f"{x['answer_loss']:.3f}", f"{x['loss_rise']:+.3f}", f"{100 * x['retrieved']:.0f}",
+         " ".join(f"{d:.3f}" for d in x["decay"]), " ".join(f"{g:.2f}" for g in x["gain"])]
+        for x in found["layers"]
+    ]  # fmt: skip
+    note = (
+        f"`niah_single_2`, {found['samples']} documents of {found['length']} tokens, each layer's memory in"
+        f" turn cut to a few tokens; as it is: answer loss {found['answer_loss']:.3f},"
+        f" {100 * found['retrieved']:.0f} % retrieved."
+    )
+    return "\n\n".join(["### Where the teacher's memory lives", _table(head, rows), note])
 
 
 def teacher(a: Analysis, _: dict[str, str]) -> str:
