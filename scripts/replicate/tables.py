@@ -170,9 +170,9 @@ def inside(a: Analysis, pictures: dict[str, str]) -> str:
     if not rows:
         return ""
     note = (
-        "`niah_single_2`, one document of 512 tokens, means over heads. A gain is the share of its own key's value"
-        " that a token writes. Variance and errors are those after the last token; variances start at 1, and an"
-        " error of 1 is nothing kept."
+        "`niah_single_2`, one document of 512 tokens, means over heads. A gain is the share of its own key's"
+        " value that a token writes. Variance and errors are those after the last token; variances start at"
+        " 1, and an error of 1 is nothing kept."
     )
     figures = [text for name in pictures if name.startswith("inside") for text in _figure(pictures, name)]
     return "\n\n".join(["### Inside the filters", _table(head, rows), note, *figures])
