@@ -18,6 +18,7 @@ import json
 import math
 import os
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -43,15 +44,20 @@ from scripts.teacher.model import export, new_model
 from scripts.teacher.rows import Checks, Material, Row, Rows, level_row
 from scripts.teacher.step import Step, choose_kernels
 
+ATTEMPTS = 3  # with another seed and a lower rate, where a short level stays on its plateau
 PASS = 0.9  # per-token answer accuracy on evaluation words that opens the next level
 PRESETS: dict[str, dict[str, Any]] = {
     "embedded": {"layers": 6, "hidden": 192, "heads": 3, "head_dim": 64, "length": 512, "lr": 2e-3},
     "replication": {
         "layers": 12, "hidden": 384, "heads": 3, "head_dim": 128, "length": 1024, "lr": 1.5e-3,
-        "last_rows": 64, "minutes": 9.0,
+        "last_rows": 64, "minutes": 9.0, "patience": 1000,
     },
 }  # fmt: skip
 COURSES = {"embedded": embedded_levels, "replication": replication_levels}
+
+
+class Plateau(Exception):
+    """A short level that its patience did not bring to an end."""
 
 
 @dataclass
@@ -96,8 +102,8 @@ class Trainer:
         self._resume()
         self._origin = time.time() - self.at.seconds
         self._enter()
-        saved = self._now()
-        while (now := self._now()) < 60 * self.args.minutes:
+        saved = self.now()
+        while (now := self.now()) < 60 * self.args.minutes:
             lr = self.learning_rate(now)
             batch = next(self.batches)
             parts = self.take_step(batch, lr)
@@ -116,7 +122,7 @@ class Trainer:
             if now - saved > self.args.save_seconds:
                 self._save()
                 saved = now
-        self.at.seconds = self._now()
+        self.at.seconds = self.now()
 
     def learning_rate(self, now: float) -> float:
         """Warm-up over 100 steps; from the first rows of full length on a cosine over time, down to 5 %."""
@@ -127,13 +133,13 @@ class Trainer:
         done = min(1.0, (now - began) / max(1.0, 60 * self.args.minutes - began))
         return lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """Seconds trained, those before a stop included."""
         return time.time() - self._origin
 
     def _counts(self, lr: float) -> dict[str, Any]:
         at = self.at
-        return {"step": at.step, "tokens": at.tokens, "lr": round(lr, 6), "seconds": round(self._now(), 1)}
+        return {"step": at.step, "tokens": at.tokens, "lr": round(lr, 6), "seconds": round(self.now(), 1)}
 
     def _enter(self) -> None:
         """Start or go on with a level: new workers, its evaluation rows made once."""
@@ -148,7 +154,7 @@ class Trainer:
             self.checks = {"": [level_row(self.held_out, self.at.level, rng) for _ in range(128)]}
             return
         if self.at.whole_began is None:
-            self.at.whole_began = self._now()
+            self.at.whole_began = self.now()
         if not self.checks or "" in self.checks:
             self.checks = {
                 task: Checks(self.held_out, task, level.length, args.check_documents).rows() for task in TASKS
@@ -174,11 +180,11 @@ class Trainer:
         if not self.last and sum(tokens) / len(tokens) > PASS:
             self._next_level()
         elif not self.level.whole and self.at.level_step >= self.args.patience:
-            raise SystemExit(f"level {self.at.level} stays on its plateau: {json.dumps(line)}")
+            raise Plateau(f"level {self.at.level} stays on its plateau: {json.dumps(line)}")
         return line
 
     def _save(self) -> None:
-        self.at.seconds = self._now()
+        self.at.seconds = self.now()
         checkpoint.save(
             self.folder,
             self.at.step,
@@ -242,9 +248,52 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def start_model(args: argparse.Namespace, vocab_size: int) -> RegraftForCausalLM:
+    """Random weights, or those of `--init`, on the device."""
+    torch.manual_seed(args.seed)
+    model = RegraftForCausalLM.from_pretrained(args.init) if args.init else new_model(args, vocab_size)
+    model = model.float().to(args.device)
+    choose_kernels(model, args.kernels)
+    return model
+
+
+def trained_model(
+    m: Material, held_out: Material, args: argparse.Namespace
+) -> tuple[RegraftForCausalLM, dict[str, Any]]:
+    """A model after all its levels, and what its training came to.
+
+    Whether recall forms is a matter of luck too: where a short level stays on its plateau all begins anew,
+    within the same minutes.
+    """
+    stuck = 0.0
+    for attempt in range(ATTEMPTS):
+        model = start_model(args, len(m.tokenizer))
+        print(f"{model.num_parameters():,} parameters, seed {args.seed}, lr {args.lr:.2g}", flush=True)
+        if args.minutes <= 0:
+            return model, {}
+        trainer = Trainer(model, m, held_out, args)
+        try:
+            with (args.out / "train.jsonl").open("a") as log:
+                trainer.run(log)
+            return model, {
+                **asdict(trainer.at),
+                "seed": args.seed,
+                "lr": args.lr,
+                "seconds_lost": round(stuck, 1),
+            }
+        except Plateau as plateau:
+            if attempt == ATTEMPTS - 1:
+                raise SystemExit(str(plateau)) from plateau
+            print(plateau, flush=True)
+            seconds = trainer.now()
+            stuck += seconds
+            args.seed, args.lr, args.minutes = args.seed + 1, args.lr * 0.7, args.minutes - seconds / 60
+            shutil.rmtree(trainer.folder, ignore_errors=True)
+    raise AssertionError("unreachable")
+
+
 def main(given: list[str] | None = None) -> None:
     args = arguments(given)
-    torch.manual_seed(args.seed)
     torch.backends.cuda.matmul.allow_tf32 = False
     start = time.time()
     tokenizer = AutoTokenizer.from_pretrained(teacher_dir())
@@ -256,21 +305,14 @@ def main(given: list[str] | None = None) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     print(f"{len(books.books):,} book tokens, {time.time() - start:.0f} s", flush=True)
 
-    model = RegraftForCausalLM.from_pretrained(args.init) if args.init else new_model(args, len(tokenizer))
-    model = model.float().to(args.device)
-    choose_kernels(model, args.kernels)
-    print(f"{model.num_parameters():,} parameters", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
+    model, trained = trained_model(m, held_out, args)
     result: dict[str, Any] = {"args": {k: str(v) for k, v in vars(args).items()}}
     result |= {"torch": torch.__version__, "transformers": transformers.__version__}
     result |= {"parameters": model.num_parameters()}
     if args.device == "cuda":
         result["card"] = torch.cuda.get_device_name()
-    if args.minutes > 0:
-        trainer = Trainer(model, m, held_out, args)
-        with (args.out / "train.jsonl").open("a") as log:
-            trainer.run(log)
-        result |= asdict(trainer.at)
+    result |= trained
     export(model, args.out / "teacher", teacher_dir())
     result["sha256"] = sha256_file(args.out / "teacher" / "model.safetensors")
     result["perplexity"] = round(perplexity(model, books.valid, args.length, args.device), 2)
