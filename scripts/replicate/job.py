@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -77,6 +78,9 @@ def inside(work: Work, role: str, entrant: Entrant) -> dict[str, Any]:
     try:
         found = traces(entrant.load(), entrant.tokenizer, inspection_document(entrant.tokenizer, 0))
     except UserError:  # no layer keeps a covariance
+        return {}
+    except Exception:  # a look inside is not worth the answers
+        traceback.print_exc()
         return {}
     return {"traces": {str(layer): _plain(trace) for layer, trace in found.items()}}
 
