@@ -12,6 +12,7 @@ from torch import Tensor
 
 from regraft.layers import GatedDeltaNet, RegraftConfig, RegraftForCausalLM
 
+SMALL = 6 * 192  # layers times width of the embedded teacher
 SHARED_FIELDS = (  # of a configuration: what flash-linear-attention and RegraftConfig name alike
     *("hidden_size", "expand_v", "use_gate", "conv_size", "head_dim", "num_heads", "num_v_heads"),
     *("max_position_embeddings", "hidden_ratio", "intermediate_size", "num_hidden_layers", "norm_eps"),
@@ -42,6 +43,12 @@ def new_model(args: argparse.Namespace, vocab_size: int) -> RegraftForCausalLM:
         embeddings = model.model.embeddings.weight
         embeddings.normal_(0, args.embedding_std)
         embeddings += args.embedding_mean * torch.randn(args.hidden)
+        # What blocks add to the residual stream grows with depth and width, and drowns the shared vector:
+        # in the end as much as in the embedded teacher, whose levels are known to pass.
+        scale = (SMALL / (args.layers * args.hidden)) ** 0.5
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight *= scale
     spread_decays(model)
     return model
 
