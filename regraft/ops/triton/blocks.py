@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from regraft.ops.triton.tiles import INTERPRETED
+
 
 @triton.jit
 def tile(at, i, there, width, BD: tl.constexpr):
@@ -19,6 +21,59 @@ def tile_t(at, i, there, width, BD: tl.constexpr):
     """The transpose of `tile`, `[BD,C]`, loaded as one."""
     at += i[None, :] * width + tl.arange(0, BD)[:, None]
     return tl.load(at, mask=there[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def keys(at, i, there, width, BD: tl.constexpr):
+    """`tile`, in the dtype it is stored in."""
+    at += i[:, None] * width + tl.arange(0, BD)[None, :]
+    return tl.load(at, mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def keys_t(at, i, there, width, BD: tl.constexpr):
+    """`tile_t`, in the dtype it is stored in."""
+    at += i[None, :] * width + tl.arange(0, BD)[:, None]
+    return tl.load(at, mask=there[None, :], other=0.0)
+
+
+@triton.jit
+def _parts(x):
+    """Three bfloat16 numbers whose sum is x, float32, but for its last bit."""
+    high = x.to(tl.bfloat16)
+    x -= high.to(tl.float32)
+    middle = x.to(tl.bfloat16)
+    return high, middle, (x - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def key_dot(K, x, acc, PRECISION: tl.constexpr):
+    """`acc + K x`, x in float32, K keys as they are stored.
+
+    Where these are bfloat16 there is nothing to split in them: three products in that format are as exact as
+    six that split both factors, or as three in TF32 of the double cost.
+    """
+    if K.dtype == tl.bfloat16 and PRECISION == "tf32x3" and not INTERPRETED:
+        high, middle, low = _parts(x)
+        acc = tl.dot(K, low, acc)
+        acc = tl.dot(K, middle, acc)
+        acc = tl.dot(K, high, acc)
+    else:
+        acc = tl.dot(K.to(tl.float32), x, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def dot_key(x, K, acc, PRECISION: tl.constexpr):
+    """`acc + x K`, see `key_dot`."""
+    if K.dtype == tl.bfloat16 and PRECISION == "tf32x3" and not INTERPRETED:
+        high, middle, low = _parts(x)
+        acc = tl.dot(low, K, acc)
+        acc = tl.dot(middle, K, acc)
+        acc = tl.dot(high, K, acc)
+    else:
+        acc = tl.dot(x, K.to(tl.float32), acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit

@@ -14,7 +14,11 @@ from torch import Tensor
 from regraft.ops.triton.blocks import (
     arrive,
     columns_of,
+    dot_key,
     fresh_t,
+    key_dot,
+    keys,
+    keys_t,
     put,
     put_columns,
     square,
@@ -54,7 +58,7 @@ def _prepare(
     _, between, left, _ = chunk_decay(gt, C)
     block = chunk * (H * G) + hg.to(tl.int64)
     Xc = tl.load(square(X + block * C * C, 0, 0, C, C, C))
-    d = tl.load(delta + block * (2 * C) + i)
+    d = tl.load(delta + block * C + i)
     k += h // (H // HK) * D
     row: tl.constexpr = H * G * D
     off = hg * D
@@ -159,16 +163,16 @@ def _chain(
             arrive(counters + 1 + group)
             wait(counters + 1 + group, NB * (number + 1))
             M = sum_of_shares(shares, NB, C)
-        K_own = b[:, None] * tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
+        K_own = keys(k + begin * (HK * D) + own, i, there, HK * D, BD)
         F = 0.5 * b[:, None] * tile(dR + begin * row + own, i, there, row, BD) - (mu * b_end) * ZG
-        F += tl.dot((mu * mu) * M, K_own, input_precision=PRECISION)
+        F = b[:, None] * dot_key(mu * mu * M * b[None, :], K_own, F, PRECISION)
         updated = []
         for m in tl.static_range(D // BR):
-            Km = b[None, :] * tile_t(k + begin * (HK * D) + m * BR, i, there, HK * D, BR)
-            Gm = tl.dot(Km, F, (b_end * b_end) * dP[m], input_precision=PRECISION)
+            Km = keys_t(k + begin * (HK * D) + m * BR, i, there, HK * D, BR)
+            Gm = key_dot(Km, F, (b_end * b_end) * dP[m], PRECISION)
             Fm = 0.5 * b[None, :] * tile_t(dR + begin * row + m * BR, i, there, row, BR)
             Fm -= (mu * b_end) * fresh_t(HG_ + begin * row + m * BR, i, there, row, BR)
-            Gm = tl.dot(Fm, K_own, Gm, input_precision=PRECISION)
+            Gm = dot_key(b[None, :] * Fm, K_own, Gm, PRECISION)
             updated = updated + [Gm]  # noqa: RUF005
         dP = updated
     put_columns(dcov + group.to(tl.int64) * D * D, dP, own, D, BR, BD)

@@ -15,44 +15,68 @@ from regraft.ops.triton.blocks import (
     arrive,
     columns_of,
     fresh_t,
+    key_dot,
+    keys,
     put,
     put_columns,
     square,
     sum_of_shares,
-    tile,
     wait,
 )
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.linalg import accumulate, chunk_decay, ldl
 
 
+@triton.jit
+def _decays(
+    g, process, start, stop, squared, noise,
+    H: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """`b²` and n of every token: what is left of the covariance before its chunk, and the noise since."""
+    chunk, h = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, C)
+    begin = tl.load(start + chunk).to(tl.int64)
+    at, there = begin * H + h + i * H, i < tl.load(stop + chunk) - begin
+    b, between, _, _ = chunk_decay(tl.load(g + at, mask=there, other=0.0), C)
+    tl.store(squared + at, b * b, mask=there)
+    tl.store(noise + at, accumulate(between, tl.load(process + at, mask=there, other=0.0)), mask=there)
+
+
 @triton.jit(noinline=True)
 def _factorise(
-    shares, g, obs_cov, evidence, n, X, delta,
-    H: tl.constexpr, HG: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    shares, g, obs, obs_cov, evidence, n, factors, X, delta,
+    H: tl.constexpr, HG: tl.constexpr, NB: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """X, delta and the k·u of a chunk of n tokens, from the shares of K R'.
+    """From the shares of K R' of a chunk of n tokens, what its programs need of `A = L Δ L'`.
 
-    A function of its own, and results through memory: in line it would take the registers that hold the
-    covariance.
+    `factors` gets `N = X ∘ dec`, so that U = N R; N' diag(left² mu / d), so that its product with U updates
+    the covariance; and 1 / (r2 + k·u), the gain's denominator. A function of its own, and results through
+    memory: in line it would take the registers that hold the covariance.
     """
     mu = tl.load(evidence)
     i = tl.arange(0, C)
     gt = tl.load(g + i * H, mask=i < n, other=0.0)
-    r = tl.load(obs_cov + i * HG, mask=i < n, other=1.0)
-    _, between, _, _ = chunk_decay(gt, C)
+    r = tl.load(obs + i * HG, mask=i < n, other=1.0)
+    r_cov = tl.load(obs_cov + i * HG, mask=i < n, other=1.0)
+    _, between, left, _ = chunk_decay(gt, C)
     S = sum_of_shares(shares, NB, C) * between
     A = mu * (S + tl.trans(tl.where(i[:, None] > i[None, :], S, 0.0)))
-    Xc, d = ldl(A + tl.where(i[:, None] == i[None, :], r[:, None], 0.0), C, PRECISION)
-    tl.store(square(X, 0, 0, C, C, C), Xc)
-    tl.store(delta + i, d)
-    tl.store(delta + C + i, tl.sum(Xc * S, 1))  # of U K' = (X ∘ dec) R K', the diagonal
+    Xc, d = ldl(A + tl.where(i[:, None] == i[None, :], r_cov[:, None], 0.0), C, PRECISION)
+    N = Xc * between
+    tl.store(factors + i[:, None] * C + i[None, :], N)
+    tl.store(factors + C * C + i[:, None] + i[None, :] * C, N * (left * left * mu / d)[:, None])
+    # k·u of every token is the diagonal of U K' = N R K'
+    tl.store(factors + 2 * C * C + i, 1.0 / (r + tl.sum(Xc * S, 1)))
+    if SAVE:
+        tl.store(square(X, 0, 0, C, C, C), Xc)
+        tl.store(delta + i, d)
 
 
 @triton.jit
 def _chain(
-    k, g, obs, obs_cov, process, evidence, cov, start, stop, first,
-    kappa, final, entry, R, U, X, delta, partial, counters,
+    k, g, obs, obs_cov, squared, noise, evidence, cov, start, stop, first,
+    kappa, final, entry, R, U, X, delta, partial, factors, counters,
     H: tl.constexpr, HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +88,6 @@ def _chain(
         group, part = number // NB, number % NB
     doc, hg = group // (H * G), group % (H * G)
     h = hg // G
-    mu = tl.load(evidence + h)
     own = part * BD
     i = tl.arange(0, C)
     rows, cols = tl.arange(0, BR)[:, None], own + tl.arange(0, BD)[None, :]
@@ -73,56 +96,52 @@ def _chain(
     R += hg * D
     U += hg * D
     partial += (group * NB).to(tl.int64) * C * C
+    factors += group.to(tl.int64) * (2 * C + 1) * C
     counters += 1 + 2 * group
     P = columns_of(cov + group.to(tl.int64) * D * D, own, D, BR, BD)
     n_met = 0
     for chunk in range(tl.load(first + doc), tl.load(first + doc + 1)):
         begin = tl.load(start + chunk).to(tl.int64)
-        there = i < tl.load(stop + chunk) - begin
-        gt = tl.load(g + begin * H + h + i * H, mask=there, other=0.0)
-        w = tl.load(process + begin * H + h + i * H, mask=there, other=0.0)
-        r = tl.load(obs + begin * (H * G) + hg + i * (H * G), mask=there, other=1.0)
-        b, between, left, b_end = chunk_decay(gt, C)
-        n = accumulate(between, w)
-        n_end = tl.sum(tl.where(i == C - 1, n, 0.0), 0)
+        count = tl.load(stop + chunk) - begin.to(tl.int32)
+        there = i < count
+        b2 = tl.load(squared + begin * H + h + i * H, mask=there, other=0.0)
+        n = tl.load(noise + begin * H + h + i * H, mask=there, other=0.0)
         block = chunk * (H * G) + hg.to(tl.int64)
         R_at = R + begin * (H * G * D)
         W = tl.zeros([C, BD], tl.float32)
         for m in tl.static_range(D // BR):
-            Km = tile(k + begin * (HK * D) + m * BR, i, there, HK * D, BR)
-            W = tl.dot(Km, P[m], W, input_precision=PRECISION)
-        K_own = tile(k + begin * (HK * D) + own, i, there, HK * D, BD)
-        R_own = (b * b)[:, None] * W + n[:, None] * K_own
-        S = tl.dot(K_own, tl.trans(R_own), input_precision=PRECISION)
-        if SAVE:
-            put_columns(entry + block * D * D, P, own, D, BR, BD)
+            Km = keys(k + begin * (HK * D) + m * BR, i, there, HK * D, BR)
+            W = key_dot(Km, P[m], W, PRECISION)
+        K_own = keys(k + begin * (HK * D) + own, i, there, HK * D, BD)
+        R_own = b2[:, None] * W + n[:, None] * K_own.to(tl.float32)
+        S = key_dot(K_own, tl.trans(R_own), tl.zeros([C, C], tl.float32), PRECISION)
         put(R_at + own, i, there, H * G * D, R_own, BD)
-        # one program of a head factorises for all; none writes its share again before it has X
+        # one program of a head factorises for all; none writes its share again before it has the factors
         n_met += 1  # noqa: SIM113
         tl.store(square(partial + part * (C * C), 0, 0, C, C, C), S)
         arrive(counters)
-        factor = block if SAVE else group.to(tl.int64)
-        X_at, delta_at = X + factor * (C * C), delta + factor * (2 * C)
         if part == 0:
             wait(counters, NB * n_met)
             _factorise(
-                partial, g + begin * H + h, obs_cov + begin * (H * G) + hg, evidence + h,
-                tl.load(stop + chunk) - begin.to(tl.int32), X_at, delta_at,
-                H=H, HG=H * G, NB=NB, C=C, PRECISION=PRECISION,
+                partial, g + begin * H + h, obs + begin * (H * G) + hg, obs_cov + begin * (H * G) + hg,
+                evidence + h, count, factors, X + block * (C * C), delta + block * C,
+                H=H, HG=H * G, NB=NB, C=C, PRECISION=PRECISION, SAVE=SAVE,
             )  # fmt: skip
             arrive(counters + 1)
+        if SAVE:
+            put_columns(entry + block * D * D, P, own, D, BR, BD)
         wait(counters + 1, n_met)
-        Xc = tl.load(square(X_at, 0, 0, C, C, C), cache_modifier=".cg")
-        d = tl.load(delta_at + i, cache_modifier=".cg")
-        s = tl.load(delta_at + C + i, cache_modifier=".cg")
-        U_own = tl.dot(Xc * between, R_own, input_precision=PRECISION)
-        put(kappa + begin * (H * G * D) + own, i, there, H * G * D, U_own / (r + s)[:, None], BD)
+        N = tl.load(square(factors, 0, 0, C, C, C), cache_modifier=".cg")
+        U_own = tl.dot(N, R_own, input_precision=PRECISION)
+        over = tl.load(factors + 2 * C * C + i, cache_modifier=".cg")
+        put(kappa + begin * (H * G * D) + own, i, there, H * G * D, U_own * over[:, None], BD)
         if SAVE:
             put(U + begin * (H * G * D) + own, i, there, H * G * D, U_own, BD)
         # P0 changes by U' diag(left² mu / d) U = R' Y, the right factor this program's own
-        N_t = tl.load(X_at + i[None, :] * C + i[:, None], cache_modifier=".cg") * tl.trans(between)
-        Y = tl.dot(N_t, (left * left * mu / d)[:, None] * U_own, input_precision=PRECISION)
-        keep = b_end * b_end
+        N_t = tl.load(square(factors + C * C, 0, 0, C, C, C), cache_modifier=".cg")
+        Y = tl.dot(N_t, U_own, input_precision=PRECISION)
+        keep = tl.sum(tl.where(i == count - 1, b2, 0.0), 0)
+        n_end = tl.sum(tl.where(i == count - 1, n, 0.0), 0)
         updated = []
         for m in tl.static_range(D // BR):
             Rm = fresh_t(R_at + m * BR, i, there, H * G * D, BR)
@@ -159,15 +178,18 @@ def forward(
         return k.new_empty(shape, dtype=torch.float32)
 
     kappa, final, R = k.new_empty(N, H, G, D, dtype=dtype), torch.empty_like(cov), new(N, H, G, D)
-    entry = new(*((chunks.count, H, G, D, D) if save else (0,)))
-    factors = (chunks.count, H, G) if save else (groups,)
-    X, delta = new(*factors, C, C), new(*factors, 2, C)  # with k·u
+    squared, noise = torch.empty_like(g), torch.empty_like(g)
+    _decays[(chunks.count, H)](
+        g, process, chunks.start, chunks.stop, squared, noise, H=H, C=C, num_warps=4, num_stages=1
+    )
+    saved = (chunks.count, H, G) if save else (0, H, G)
+    entry, X, delta = new(*saved, D, D), new(*saved, C, C), new(*saved, C)
     U = new(*((N, H, G, D) if save else (0,)))
-    partial = new(groups, parts, C, C)
+    partial, factors = new(groups, parts, C, C), new(groups, 2 * C + 1, C)
     counters = torch.zeros(2 * groups + 1, dtype=torch.int32, device=k.device)
     _chain[(groups * parts,)](
-        k, g, obs, obs_cov, process, evidence, cov, chunks.start, chunks.stop, chunks.first,
-        kappa, final, entry, R, U, X, delta, partial, counters,
+        k, g, obs, obs_cov, squared, noise, evidence, cov, chunks.start, chunks.stop, chunks.first,
+        kappa, final, entry, R, U, X, delta, partial, factors, counters,
         H=H, HK=HK, G=G, D=D, C=C, PRECISION=precision, SAVE=save, **launch,
     )  # fmt: skip
     return kappa, final, (entry, R, U, X, delta)

@@ -75,54 +75,32 @@ def ldl16(A):
 
 
 @triton.jit
-def _quarters(A, HALF: tl.constexpr):
-    """The upper left, upper right and lower right quarter of a square matrix."""
-    blocks = tl.permute(tl.reshape(A, [2, HALF, 2, HALF]), (1, 3, 2, 0))
-    upper, lower = tl.split(blocks)
-    upper_left, upper_right = tl.split(upper)
-    _, lower_right = tl.split(lower)
-    return upper_left, upper_right, lower_right
-
-
-@triton.jit
-def _schur(X, d, upper_right, lower_right, PRECISION: tl.constexpr):
-    """The lower left block of L, and what is left of the lower right one to be factorised."""
-    U = tl.dot(X, upper_right, input_precision=PRECISION)
-    L = tl.trans(U / d[:, None])
-    return L, lower_right - tl.dot(L, U, input_precision=PRECISION)
-
-
-@triton.jit
-def _assemble(X1, d1, X2, d2, L, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of `[[L1, 0], [L, L2]]` from those of its diagonal blocks, and all pivots."""
-    left = -tl.dot(X2, tl.dot(L, X1, input_precision=PRECISION), input_precision=PRECISION)
-    blocks = tl.join(tl.join(X1, tl.zeros([HALF, HALF], tl.float32)), tl.join(left, X2))  # [row, col, c, r]
-    X = tl.reshape(tl.permute(blocks, (3, 0, 2, 1)), [2 * HALF, 2 * HALF])
-    return X, tl.reshape(tl.permute(tl.join(d1, d2), (1, 0)), [2 * HALF])
-
-
-@triton.jit
-def _ldl32(A, PRECISION: tl.constexpr):
-    first, beside, second = _quarters(A, 16)
-    X1, d1 = ldl16(first)
-    L, second = _schur(X1, d1, beside, second, PRECISION)
-    X2, d2 = ldl16(second)
-    return _assemble(X1, d1, X2, d2, L, 16, PRECISION)
-
-
-@triton.jit
 def ldl(A, C: tl.constexpr, PRECISION: tl.constexpr):
     """`A [C,C]` symmetric positive definite = `L diag(d) Lᵀ`, L unit lower triangular: `L⁻¹` and d.
 
-    By halves, down to blocks of 16; between them everything is a matrix product. C is 16, 32 or 64.
+    By blocks of 16 rows: what eliminates a block from the rows below is applied to A and to the identity
+    beside it, which becomes `L⁻¹`. A loop, so that its code stays in the instruction cache. C is a multiple of
+    16.
     """
     if C == 16:
         return ldl16(A)
-    elif C == 32:
-        return _ldl32(A, PRECISION)
-    else:
-        first, beside, second = _quarters(A, 32)
-        X1, d1 = _ldl32(first, PRECISION)
-        L, second = _schur(X1, d1, beside, second, PRECISION)
-        X2, d2 = _ldl32(second, PRECISION)
-        return _assemble(X1, d1, X2, d2, L, 32, PRECISION)
+    N: tl.constexpr = C // 16
+    i = tl.arange(0, C)
+    eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    AX = tl.reshape(tl.permute(tl.join(A, eye), (0, 2, 1)), [C, 2 * C])
+    place = tl.arange(0, N)[:, None, None]
+    d = tl.zeros([C], tl.float32)
+    for n in range(N):
+        rows = tl.sum(tl.where(place == n, tl.reshape(AX, [N, 16, 2 * C]), 0.0), 0)
+        here = tl.arange(0, 2 * N)[None, :, None] == n
+        X, pivots = ldl16(tl.sum(tl.where(here, tl.reshape(rows, [16, 2 * N, 16]), 0.0), 1))
+        columns = tl.sum(tl.where(here, tl.reshape(AX, [C, 2 * N, 16]), 0.0), 1)
+        below = tl.dot(columns, tl.trans(X), input_precision=PRECISION) / pivots[None, :]
+        below = tl.where((i >= 16 * n + 16)[:, None], below, 0.0)
+        rows = tl.dot(X, rows, input_precision=PRECISION)
+        spread = tl.reshape(tl.broadcast_to(rows[None, :, :], [N, 16, 2 * C]), [C, 2 * C])
+        AX = tl.where((i // 16 == n)[:, None], spread, AX)
+        AX -= tl.dot(below, rows, input_precision=PRECISION)
+        d = tl.where(i // 16 == n, tl.reshape(tl.broadcast_to(pivots[None, :], [N, 16]), [C]), d)
+    _, X = tl.split(tl.permute(tl.reshape(AX, [C, 2, C]), (0, 2, 1)))
+    return X, d
