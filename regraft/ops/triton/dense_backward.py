@@ -69,13 +69,13 @@ def _prepare(
     KR = tl.zeros([C, C], tl.float32)
     for c in range(0, D, BD):
         u = tile(U + off + begin * row + c, i, there, row, BD)
-        Kc = tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
-        Rc_T = tl.trans(tile(R + off + begin * row + c, i, there, row, BD))
-        dkap = tile(dkappa + off + begin * row + c, i, there, row, BD)
-        s += tl.sum(u * Kc, 1)
-        du += tl.sum(u * dkap, 1)
-        dN += tl.dot(dkap, Rc_T, input_precision=PRECISION)
-        KR += tl.dot(Kc, Rc_T, input_precision=PRECISION)
+        Kc = keys(k + begin * (HK * D) + c, i, there, HK * D, BD)
+        Rc_t = tile_t(R + off + begin * row + c, i, there, row, BD)
+        dkap = keys(dkappa + off + begin * row + c, i, there, row, BD)
+        s += tl.sum(u * Kc.to(tl.float32), 1)
+        du += tl.sum(u * dkap.to(tl.float32), 1)
+        dN = key_dot(dkap, Rc_t, dN, PRECISION)
+        KR = key_dot(Kc, Rc_t, KR, PRECISION)
     over = 1.0 / (r + s)
     dsum = -du * over * over  # gradient of r + s, the denominator of the gain
     dN = over[:, None] * dN + dsum[:, None] * KR
@@ -92,18 +92,13 @@ def _prepare(
     X_T = tl.trans(Xc)
     for c in range(0, D, BD):
         u = tile(U + off + begin * row + c, i, there, row, BD)
-        Kc = tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
-        dU = over[:, None] * tile(dkappa + off + begin * row + c, i, there, row, BD) + dsum[:, None] * Kc
-        dRc = tl.dot(N_T, dU, input_precision=PRECISION) + tl.dot(B_T, Kc, input_precision=PRECISION)
+        Kc = keys(k + begin * (HK * D) + c, i, there, HK * D, BD)
+        dU = over[:, None] * tile(dkappa + off + begin * row + c, i, there, row, BD)
+        dU += dsum[:, None] * Kc.to(tl.float32)
+        dRc = dot_key(B_T, Kc, tl.dot(N_T, dU, input_precision=PRECISION), PRECISION)
         put(dR + off + begin * row + c, i, there, row, dRc, BD)
-        put(
-            Z + off + begin * row + c,
-            i,
-            there,
-            row,
-            tl.dot(X_T, (left / d)[:, None] * u, input_precision=PRECISION),
-            BD,
-        )
+        Zc = tl.dot(X_T, (left / d)[:, None] * u, input_precision=PRECISION)
+        put(Z + off + begin * row + c, i, there, row, Zc, BD)
         put(dk + off + begin * row + c, i, there, row, dsum[:, None] * u, BD)
 
 
@@ -207,11 +202,10 @@ def _finish(
     for c in range(0, D, BD):
         Hc = tile(HG + off + begin * row + c, i, there, row, BD)
         Rc = tile(R + off + begin * row + c, i, there, row, BD)
-        Kc = tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
-        M += tl.dot(
-            Hc, tl.trans(tile(Z + off + begin * row + c, i, there, row, BD)), input_precision=PRECISION
-        )
-        KR += tl.dot(Kc, tl.trans(Rc), input_precision=PRECISION)
+        Kc = keys(k + begin * (HK * D) + c, i, there, HK * D, BD)
+        Zc_t = tile_t(Z + off + begin * row + c, i, there, row, BD)
+        M = tl.dot(Hc, Zc_t, M, input_precision=PRECISION)
+        KR = key_dot(Kc, tile_t(R + off + begin * row + c, i, there, row, BD), KR, PRECISION)
         HR += tl.sum(Hc * Rc, 1)
     dAc = tl.load(square(dA + block * C * C, 0, 0, C, C, C)) + mu * M
     full = _low(dAc, i)
@@ -226,14 +220,14 @@ def _finish(
     dbb = tl.zeros([C], tl.float32)
     for c in range(0, D, BD):
         Rc = tile(R + off + begin * row + c, i, there, row, BD)
-        Kc = tile(k + begin * (HK * D) + c, i, there, HK * D, BD)
-        dRc = tile(dR + off + begin * row + c, i, there, row, BD)
-        dRc += tl.dot(extra_T, Kc, input_precision=PRECISION)
+        Kc = keys(k + begin * (HK * D) + c, i, there, HK * D, BD)
+        dRc = dot_key(extra_T, Kc, tile(dR + off + begin * row + c, i, there, row, BD), PRECISION)
         dRc -= (2.0 * mu * left)[:, None] * tile(HG + off + begin * row + c, i, there, row, BD)
-        dn += tl.sum(dRc * Kc, 1)
-        dbb += tl.sum(dRc * (Rc - n[:, None] * Kc), 1)
+        Kf = Kc.to(tl.float32)
+        dn += tl.sum(dRc * Kf, 1)
+        dbb += tl.sum(dRc * (Rc - n[:, None] * Kf), 1)
         dKc = tile(dk + off + begin * row + c, i, there, row, BD) + n[:, None] * dRc
-        dKc += tl.dot(B, Rc, input_precision=PRECISION)
+        dKc = tl.dot(B, Rc, dKc, input_precision=PRECISION)
         put(dk + off + begin * row + c, i, there, row, dKc, BD)
         put(dR + off + begin * row + c, i, there, row, (b * b)[:, None] * dRc, BD)
     tr = 0.0

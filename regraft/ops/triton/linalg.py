@@ -79,7 +79,7 @@ def ldl(A, C: tl.constexpr, PRECISION: tl.constexpr):
     """`A [C,C]` symmetric positive definite = `L diag(d) Lᵀ`, L unit lower triangular: `L⁻¹` and d.
 
     By blocks of 16 rows: what eliminates a block from the rows below is applied to A and to the identity
-    beside it, which becomes `L⁻¹`. A loop, so that its code stays in the instruction cache. C is a multiple of
+    beside it, which becomes `L⁻¹`. A loop, so that its code stays in the instruction cache. C divides by
     16.
     """
     if C == 16:
