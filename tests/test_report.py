@@ -207,6 +207,9 @@ def test_batches_shared_beginnings_and_lm_evals_own_loop_give_the_same_answers(t
     assert runs[0] == runs[1] == runs[2]
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", 200)  # prompts are read in pieces
     assert answer(tiny, tokenizer, prompts, batch_size=8) == runs[0]
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 4096)
+    monkeypatch.setattr("regraft.report.generate.SHARING", set())  # all of like length together, as on a GPU
+    assert answer(tiny, tokenizer, prompts, batch_size=8) == runs[0]
     ended = 0
     for text, full, values in zip(runs[0], expected, wanted, strict=True):
         assert full.startswith(text) and all(found(v, text) == found(v, full) for v in values)

@@ -19,6 +19,10 @@ PREFILL_TOKENS = {"cpu": 4096, "cuda": 131_072}
 # Shared beginnings and pieces end at whole chunks of the filter, which sums in the same order either way.
 BLOCK = 64
 SPREAD = 1.1  # prompts read together differ in length by this factor at most
+# Devices that one prompt keeps busy: prompts are read together where they share a beginning, which is read
+# once. Elsewhere whatever is of like length is read together: a GPU is idle on one row, and most documents
+# share less than a block.
+SHARING = {"cpu"}
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,14 @@ class Prompt:
     new_tokens: int
 
     @property
+    def size(self) -> int:
+        """The same for prompts of like length."""
+        return int(log(len(self.ids)) / log(SPREAD))
+
+    @property
     def kind(self) -> tuple[int, tuple[int, ...]]:
-        """Prompts of one kind are read together: of like length, with the same first block."""
-        return int(log(len(self.ids)) / log(SPREAD)), self.ids[:BLOCK]
+        """The same for prompts of like length with the same first block."""
+        return self.size, self.ids[:BLOCK]
 
 
 @torch.no_grad()
@@ -107,7 +116,8 @@ def _read(
 ) -> tuple[RegraftCache, Tensor]:
     """State after every prompt and the logits `[B,vocab]` of its first new token."""
     caches, logits = [], []
-    for _, alike in groupby(batch, key=lambda prompt: prompt.kind):
+    sharing = model.device.type in SHARING
+    for _, alike in groupby(batch, key=lambda prompt: prompt.kind if sharing else prompt.size):
         group = list(alike)
         shared = _shared(group) if len(group) > 1 else 0
         beginning: RegraftCache | None = None
