@@ -336,14 +336,14 @@ def report(
     )
 
 
-def _add_probe(name: str, default: str, example: str, text: str) -> None:
-    """A verb of `regraft probe`; all of them have the same options."""
+def _add_probe(name: str, recipes: str, example: str, text: str) -> None:
+    """A verb of `regraft probe`; all have the same options. The first of the recipes is the default."""
+    # Not in the annotation, which is read later, where these names mean something else.
+    shipped = typer.Argument(recipes.split(",")[0], metavar="RECIPE", help=f"{recipes}, or a YAML file.")
 
     @probe.command(name, help=text, epilog=f"Example: regraft probe {name} {example}")
     def verb(
-        recipe: Annotated[
-            str, typer.Argument(metavar="RECIPE", help="A shipped recipe of this probe, or a YAML file.")
-        ] = default,
+        recipe: str = shipped,
         set_: Overrides = None,
         out: Annotated[
             Path | None,
@@ -381,23 +381,19 @@ _add_probe(
 )
 _add_probe(
     "belief",
-    "analytic",
+    "analytic, small, full",
     "--out belief",
     "How near a rule or a trained layer comes to the Bayes predictor: bandits, and filtering of a scalar.",
 )
-
-
 _add_probe(
     "recall",
-    "small",
+    "small, full",
     "--out recall --jobs 2",
     "Layers that differ in the update rule alone learn to recall under collisions and of random keys.",
 )
-
-
 _add_probe(
     "mqar",
-    "small",
+    "small, medium, full",
     "--out mqar --jobs 2",
     "Layers learn to bind keys to values of one vocabulary, to overwrite some and to leave the others alone.",
 )

@@ -209,7 +209,7 @@ def test_sweep_and_summary(tmp_path) -> None:
     assert [(w["width"], w["rate"]) for w in widths] == [(16, 2e-2), (32, 2e-2)]
     assert widths[0]["tests"][1]["accuracy"]["mean"] == 0.9
     assert "T = 24, n = 3, untouched" in probe.markdown(summary)
-    assert {f.name for f in probe.figures(summary, tmp_path)} == {"width.png", "updates.png"}
+    assert {f.name for f in probe.figures(summary, tmp_path)} == {"width.png", "pairs.png", "updates.png"}
 
 
 def test_training_stops_where_it_is_told() -> None:

@@ -10,8 +10,9 @@ import torch
 
 from regraft.errors import UserError
 from regraft.probes import bandits
+from regraft.probes.backbone import decayed
 from regraft.probes.load import VERBS, load, shipped
-from regraft.probes.runner import Cell, run_probe
+from regraft.probes.runner import Cell, probe_of, run_probe
 
 torch.set_num_threads(1)
 SMALL = """\
@@ -123,3 +124,23 @@ def test_unknown_recipe_and_device(regraft) -> None:
     assert code == 2 and "did you mean `analytic`" in error
     code, _, error = regraft("probe", "collision", "--device", "gpu")
     assert code == 2 and "--device gpu" in error
+
+
+def test_weight_decay_leaves_noise_and_norms_alone() -> None:
+    recipe = load("mqar", "small", ["mixers=[bayesian, gla]"])
+    for cell in (probe_of("mqar").cells(recipe)[i] for i in (0, 3)):
+        model = probe_of("mqar").model_of(cell.settings)
+        matrices, rest = decayed(model)
+        names = {id(p): n for n, p in model.named_parameters()}
+        assert len(matrices) + len(rest) == len(names)
+        kept = {names[id(p)].rpartition("mixer.")[2] for p in rest}
+        decays = {names[id(p)].rpartition("mixer.")[2] for p in matrices}
+        assert "q_proj.weight" in decays and "o_norm.weight" in kept
+        if cell.settings["mixer"]["use"] == "bayesian":
+            assert {"A_log", "evidence", "obs_proj.weight", "process_proj.weight"} <= kept
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_names_the_shipped_recipes(regraft, verb: str) -> None:
+    text = " ".join(regraft("probe", verb, "--help")[1].split())
+    assert all(name in text for name in shipped(verb))

@@ -1,1 +1,1 @@
-"""Small experiments that show what an update rule does, without training."""
+"""The papers' small experiments, on any mixer: what an update rule does, and what small models learn."""

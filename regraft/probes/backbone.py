@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from regraft.layers.config import RegraftConfig
@@ -117,8 +116,3 @@ def decayed(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 def parameters(model: nn.Module) -> int:
     """Trained numbers."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def seeded(seed: int) -> None:
-    """Seed what draws the initial weights."""
-    torch.manual_seed(seed)

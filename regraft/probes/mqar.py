@@ -207,7 +207,7 @@ def _kind(name: str) -> str:
 
 
 def figures(summary: dict[str, Any], folder: Path) -> list[Path]:
-    """`width.png`, after the paper's Figure 4, and `updates.png` where keys are rewritten."""
+    """`width.png`, after the paper's Figure 4, `pairs.png`, and `updates.png` where keys are rewritten."""
     from regraft.probes.mqar_figures import draw as figure
 
     return figure(summary, folder)

@@ -45,12 +45,14 @@ def draw(
     rng = np.random.default_rng([*seed, *size])
     (T, n), u = size, round(task.updated * size[1])
     ids, others = _distinct(rng, batch, 2 * n + u, vocabulary)
+    ids = ids.astype(np.int64)
     keys, first, second = ids[:, :n], ids[:, n : 2 * n], ids[:, 2 * n :]
     again = rng.permuted(np.tile(np.arange(n), (batch, 1)), axis=1)[:, :u]  # keys that are written twice
     if filler == "zero":
         tokens = np.zeros((batch, T), dtype=np.int64)
     else:
-        tokens = np.take_along_axis(others, rng.integers(others.shape[1], size=(batch, T)), 1)
+        place = rng.integers(others.shape[1], size=(batch, T))
+        tokens = np.take_along_axis(others, place, 1).astype(np.int64)
     written = _order(rng, n, again, task.interleaved)  # [batch, n + u], event n + j is the j-th second write
     event_key = np.concatenate([keys, np.take_along_axis(keys, again, 1)], 1)
     event_value = np.concatenate([first, second], 1)
@@ -71,7 +73,7 @@ def _distinct(
     rng: np.random.Generator, batch: int, count: int, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """`count` distinct ids from 1 to V - 1 a row, and all the others: a shuffle's first `count` steps."""
-    pool = np.tile(np.arange(1, vocabulary), (batch, 1))
+    pool = np.tile(np.arange(1, vocabulary, dtype=np.int32), (batch, 1))
     row = np.arange(batch)
     for i in range(count):
         j = rng.integers(i, vocabulary - 1, size=batch)

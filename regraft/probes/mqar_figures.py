@@ -11,20 +11,43 @@ from regraft.probes.plots import band, legend, save, styles
 
 
 def draw(summary: dict[str, Any], folder: Path) -> list[Path]:
-    """`width.png`, and `updates.png` where keys are rewritten."""
-    files = [save(_width(summary), folder / "width.png")]
+    """`width.png` where there are several widths, `pairs.png`, and `updates.png` where keys are rewritten."""
+    widths = [w["width"] for w in summary["tasks"][0]["mixers"][0]["widths"]]
+    files = [save(_pairs(summary), folder / "pairs.png")]
+    if len(widths) > 1:
+        files.append(save(_width(summary, widths), folder / "width.png"))
     if any(t["task"]["updated"] for t in summary["tasks"]):
         files.append(save(_updates(summary), folder / "updates.png"))
     return files
 
 
-def _width(summary: dict[str, Any]) -> Figure:
-    """A panel a task and size, a curve a mixer."""
+def _pairs(summary: dict[str, Any]) -> Figure:
+    """A panel a task: accuracy by test size at the largest width."""
+    tasks = summary["tasks"]
+    figure, axes = _panels(len(tasks))
+    style = styles([m["mixer"] for m in tasks[0]["mixers"]])
+    for axis, task in zip(axes, tasks, strict=False):
+        sizes = [f"{n} in {T}" for T, n in task["task"]["test"]]
+        for m in task["mixers"]:
+            tests = [t["accuracy"] for t in m["widths"][-1]["tests"]]
+            x = [i for i, t in enumerate(tests) if t["mean"] is not None]
+            band(axis, x, [tests[i] for i in x], style[m["mixer"]], m["mixer"])
+        longest = max(n for _, n in task["task"]["train"])
+        known = sum(n <= longest for _, n in task["task"]["test"])
+        axis.axvspan(-0.3, known - 0.5, color="black", alpha=0.06, linewidth=0)
+        axis.set_xlim(-0.3, len(sizes) - 0.7)
+        axis.set_xticks(range(len(sizes)), sizes, fontsize=8)
+        axis.set_title(
+            f"{task['task']['name']}, width {task['mixers'][0]['widths'][-1]['width']}", fontsize=9
+        )
+        axis.set_xlabel("pairs in tokens (shaded: trained on)", fontsize=9)
+    return _finished(figure, axes)
+
+
+def _width(summary: dict[str, Any], widths: list[int]) -> Figure:
+    """A panel a task and size: accuracy by width."""
     panels = [(t, i) for t in summary["tasks"] for i in range(len(t["task"]["test"]))]
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(1 + 3 * columns, 1 + 2.7 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+    figure, axes = _panels(len(panels))
     style = styles([m["mixer"] for m in summary["tasks"][0]["mixers"]])
     for axis, (task, i) in zip(axes, panels, strict=False):
         for m in task["mixers"]:
@@ -32,18 +55,28 @@ def _width(summary: dict[str, Any]) -> Figure:
             points = [p for p in points if p[1]["mean"] is not None]
             band(axis, [p[0] for p in points], [p[1] for p in points], style[m["mixer"]], m["mixer"])
         T, n = task["task"]["test"][i]
-        trained = "trained on" if [T, n] in task["task"]["train"] else "longer than in training"
-        axis.set_title(f"{task['task']['name']}: {n} pairs in {T} tokens\n({trained})", fontsize=9)
-        widths = [w["width"] for w in task["mixers"][0]["widths"]]
+        axis.set_title(f"{task['task']['name']}: {n} pairs in {T} tokens", fontsize=9)
         axis.set_xscale("log", base=2)
         axis.set_xticks(widths, [str(w) for w in widths])
         axis.minorticks_off()
-        axis.set_ylim(-0.03, 1.03)
         axis.set_xlabel("width")
-    for axis in axes[len(panels) :]:
+    return _finished(figure, axes)
+
+
+def _panels(count: int) -> tuple[Figure, Any]:
+    columns = min(4, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(1 + 3 * columns, 1 + 2.7 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+    for axis in axes[count:]:
         axis.set_visible(False)
+    return figure, axes
+
+
+def _finished(figure: Figure, axes: Any) -> Figure:
+    axes[0].set_ylim(-0.03, 1.03)
     axes[0].set_ylabel("accuracy")
-    legend(figure, axes[0], 4)
+    legend(figure, axes[0], 3)
     return figure
 
 
