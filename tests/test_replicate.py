@@ -262,10 +262,11 @@ def test_jobs_wait_for_each_other_and_what_is_done_is_left_alone(tmp_path, capsy
 @pytest.mark.slow
 def test_the_whole_chain(tmp_path, monkeypatch):
     """A teacher of a few steps, a student with its control, all figures; jobs one by one in this process."""
-    books = tmp_path / "books.jsonl.xz"
-    with lzma.open(books, "wt", encoding="utf-8") as file:
-        for start in range(0, 600_000, 150_000):
-            file.write(json.dumps({"text": austen()[start : start + 150_000], "author": "J. A."}) + "\n")
+    books, valid = (tmp_path / f"{name}.jsonl.xz" for name in ("books", "valid"))
+    for path, size in ((books, 150_000), (valid, 12_000)):
+        with lzma.open(path, "wt", encoding="utf-8") as file:
+            for start in range(0, 4 * size, size):
+                file.write(json.dumps({"text": austen()[start : start + size], "author": "J. A."}) + "\n")
     plan = load_plan("tiny")[0].model_dump(mode="json")
     plan["teacher"]["train"] = [{"0.4": "0.01"}.get(x, x) for x in plan["teacher"]["train"]]
     plan["evaluation"] = {"lengths": [384], "samples": 2, "batch_size": 16, "books": 2}
@@ -274,7 +275,7 @@ def test_the_whole_chain(tmp_path, monkeypatch):
     (tmp_path / "plan.yaml").write_text(json.dumps(plan))
     work = Work(str(tmp_path / "plan.yaml"), tmp_path / "work")
     args = argparse.Namespace(
-        plan=work.name, text=[books], valid=[books], test=[], workers=1, speed=False, rehearse=False, only=[]
+        plan=work.name, text=[books], valid=[valid], test=[], workers=1, speed=False, rehearse=False, only=[]
     )
     monkeypatch.setenv("REGRAFT_CACHE", str(work.folder / "cache"))
     for job in jobs(work, args):
