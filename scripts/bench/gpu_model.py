@@ -40,7 +40,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("gpu_model.json"))
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 32], help="rows of a training step")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8], help="rows of a training step")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 16384], help="of a prefill")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32], help="of decoding")

@@ -28,7 +28,6 @@ from regraft.ops.triton.blocks import (
     wait,
 )
 from regraft.ops.triton.chunks import Chunks
-from regraft.ops.triton.dense_forward import launch_of
 from regraft.ops.triton.linalg import accumulate, chunk_decay
 
 
@@ -267,6 +266,18 @@ def _keys(
             tile(dW + off + begin * (HG * D) + c, i, there, HG * D, BD), P, input_precision=PRECISION
         )
     put(dk + off + begin * (HG * D) + own, i, there, HG * D, acc, BD)
+
+
+def launch_of(D: int, heads: int, device: torch.device) -> dict[str, int]:
+    """How a head's gradient is cut: BD columns a program, in blocks of BR rows.
+
+    A program of four warps takes half a multiprocessor. While all of them find a place, narrower ones are
+    faster; with more heads than that, those that do less twice.
+    """
+    gpu = device.type == "cuda"
+    places = 2 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 1
+    narrow = D >= 128 and heads * D // 32 <= places
+    return {"BR": min(D, 64), "BD": 32 if narrow else min(D, 64), "num_warps": 4, "num_stages": 1}
 
 
 def backward(

@@ -151,17 +151,9 @@ def _chain(
     put_columns(final + group.to(tl.int64) * D * D, P, own, D, BR, BD)
 
 
-def launch_of(D: int, heads: int, device: torch.device) -> dict[str, int]:
-    """How a head's covariance is cut: BD columns a program, in blocks of BR rows.
-
-    A program of four warps takes half a multiprocessor. While all of them find a place, narrower ones are
-    faster; with more heads than that, those that do less twice.
-    """
-    places = (
-        2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    )
-    narrow = D >= 128 and heads * D // 32 <= places
-    return {"BR": min(D, 64), "BD": 32 if narrow else min(D, 64), "num_warps": 4, "num_stages": 1}
+def launch_of(D: int) -> dict[str, int]:
+    """How a head's covariance is cut: BD columns a program, in blocks of BR rows."""
+    return {"BR": min(D, 64), "BD": min(D, 64), "num_warps": 4, "num_stages": 1}
 
 
 def forward(
@@ -170,9 +162,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Write vectors, final covariance, and what `backward` takes if `save`; arguments of `dense_gains`."""
     (N, HK, D), (H, G), C = k.shape, obs.shape[1:], chunks.size
-    groups = chunks.documents * H * G
-    launch = launch_of(D, groups, k.device)
-    parts = D // launch["BD"]
+    launch = launch_of(D)
+    parts, groups = D // launch["BD"], chunks.documents * H * G
 
     def new(*shape: int) -> Tensor:
         return k.new_empty(shape, dtype=torch.float32)
