@@ -245,11 +245,14 @@ def test_jobs_wait_for_each_other_and_what_is_done_is_left_alone(tmp_path, capsy
         job("first", touch("first")),
         job("broken", "raise SystemExit(3)"),
         job("behind", touch("behind"), ("broken",)),
+        job("spare", "raise SystemExit(3)"),
+        job("after", touch("after"), ("spare",)),
     ]
+    todo[4].optional = True
     runner = Runner(Work("tiny", tmp_path), args)
     runner.todo = list(todo)
     assert not runner.run()
-    assert (runner.done, runner.failed) == ({"first", "second"}, {"broken"})
+    assert (runner.done, runner.failed) == ({"first", "second", "spare", "after"}, {"broken", "spare"})
     assert "left out: behind" in capsys.readouterr().out
     runner = Runner(Work("tiny", tmp_path), args)
     runner.todo = todo[:2]
@@ -257,6 +260,33 @@ def test_jobs_wait_for_each_other_and_what_is_done_is_left_alone(tmp_path, capsy
     late = Runner(Work("tiny", tmp_path), argparse.Namespace(**{**vars(args), "minutes": 0}))
     late.todo = [job("late", touch("late"))]
     assert not late.run() and not (tmp_path / "late").exists()
+
+
+def test_every_job_is_its_own_command(tmp_path):
+    args = argparse.Namespace(
+        plan="h200",
+        text=[Path("a")],
+        valid=[],
+        test=[],
+        workers=1,
+        speed=True,
+        rehearse=True,
+        only=["main", "long"],
+    )
+    found = {job.name: job.command() for job in jobs(Work("h200", tmp_path), args)}
+    assert {name: command[0].removeprefix("scripts.") for name, command in found.items()} == {
+        "corpus": "replicate.data", "data": "replicate.data", "speed": "teacher.speed", "teacher": "teacher",
+        "rehearsal": "replicate.rehearsal", "teacher-reads": "replicate.job", "main": "replicate.job",
+        "long": "replicate.job",
+    }  # fmt: skip
+    assert (found["corpus"][-1], found["data"][-1]) == ("corpus", "data")
+    assert [found[name][1] for name in ("teacher-reads", "main", "long")] == ["teacher", "main", "long"]
+    assert (
+        "--out" not in found["speed"] and "--graph" in found["speed"] and "--kernels" not in found["teacher"]
+    )
+    (tmp_path / "speed.json").write_text('{"chosen": "triton"}')
+    found = {job.name: job.command() for job in jobs(Work("h200", tmp_path), args)}
+    assert found["teacher"][-2:] == ["--kernels", "triton"]
 
 
 @pytest.mark.slow

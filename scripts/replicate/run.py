@@ -43,6 +43,7 @@ class Job:
     kind: str = ""  # jobs of one kind take about as long
     plain: bool = False  # without the packages of `--site`
     beside: bool = False  # takes no place among the `--jobs`
+    optional: bool = False  # what needs it runs also where it failed
     log: dict[str, Any] = field(default_factory=dict)
 
 
@@ -61,9 +62,8 @@ def jobs(work: Work, args: argparse.Namespace) -> Iterator[Job]:
         train = [*plan.teacher.train, "--out", str(teacher), "--corpus", str(corpus)]
         before: tuple[str, ...] = ("corpus",)
         if args.speed:
-            ways = [w for w in train if w not in ("--out", str(teacher), "--corpus", str(corpus))]
-            command = ["scripts.teacher.speed", *ways, "--speed-out", str(speed)]
-            yield Job("speed", lambda: command, (), speed.is_file, plain=True, beside=True)
+            timing = ["scripts.teacher.speed", *plan.teacher.train, "--speed-out", str(speed)]
+            yield Job("speed", lambda: timing, (), speed.is_file, plain=True, beside=True, optional=True)
             before = ("corpus", "speed")
         yield Job(
             "teacher", lambda: ["scripts.teacher", *train, *_kernels(speed)], before,
@@ -72,8 +72,8 @@ def jobs(work: Work, args: argparse.Namespace) -> Iterator[Job]:
         needs = ("data", "teacher")
     rehearsed = here / "rehearsal" / "done"
     if args.rehearse:
-        command = ["scripts.replicate.rehearsal", *at]
-        yield Job("rehearsal", lambda: command, ("data",), rehearsed.is_file, beside=True)
+        rehearsal = ["scripts.replicate.rehearsal", *at]
+        yield Job("rehearsal", lambda: rehearsal, ("data",), rehearsed.is_file, beside=True)
     job = ["scripts.replicate.job"]
     yield Job(
         "teacher-reads", lambda: [*job, "teacher", *at], needs, records_file(here, "teacher").is_file,
@@ -160,7 +160,10 @@ class Runner:
         if not job.beside:
             self.slots.append(job.log["slot"])
         good = code == 0 and job.done()
-        (self.done if good else self.failed).add(job.name)
+        if not good:
+            self.failed.add(job.name)
+        if good or job.optional:
+            self.done.add(job.name)
         self.longest[job.kind] = max(self.longest.get(job.kind, 0.0), seconds)
         self._say(f"{'ends' if good else f'FAILED ({code})'}: {job.name}, {seconds:.0f} s")
         with (self.work.folder / "jobs.jsonl").open("a") as file:
