@@ -14,7 +14,7 @@ from regraft.assets.needles import TASKS
 from regraft.layers import RegraftForCausalLM
 from scripts.teacher.rows import Checks, Material, Row, collate
 
-TOKENS_AT_ONCE = 65_536
+TOKENS_AT_ONCE = {"cpu": 8192, "cuda": 65_536}
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ TOKENS_AT_ONCE = 65_536
 def accuracy(model: torch.nn.Module, rows: list[Row], length: int, device: str) -> tuple[float, float]:
     """Teacher-forced accuracy of the answers: share of tokens right, share of rows with every token right."""
     right = total = exact = 0
-    batch = max(1, TOKENS_AT_ONCE // length)
+    batch = max(1, TOKENS_AT_ONCE[device] // length)
     for i in range(0, len(rows), batch):
         ids, weights, _ = collate([(r, False) for r in rows[i : i + batch]], length)
         ids, answer = ids.to(device), (weights[:, 1:] == 1.0).to(device)
@@ -40,7 +40,7 @@ def perplexity(model: RegraftForCausalLM, ids: np.ndarray, length: int, device: 
     """Of held-out books, in rows of `length` tokens."""
     rows = torch.from_numpy(ids[: len(ids) // length * length].astype(np.int64)).view(-1, length)
     total = 0.0
-    for batch in rows.split(max(1, TOKENS_AT_ONCE // 2 // length)):
+    for batch in rows.split(max(1, TOKENS_AT_ONCE[device] // 2 // length)):
         batch = batch.to(device)
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             logits = model(batch).logits[:, :-1].float()
