@@ -144,3 +144,18 @@ def test_weight_decay_leaves_noise_and_norms_alone() -> None:
 def test_help_names_the_shipped_recipes(regraft, verb: str) -> None:
     text = " ".join(regraft("probe", verb, "--help")[1].split())
     assert all(name in text for name in shipped(verb))
+
+
+def test_seeds_are_run_in_turn(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def run(settings, device, tick):
+        order.append((settings["mixer"], settings["seed"]))
+        return {}
+
+    cells = [Cell(f"{m}-{s}", {"mixer": m, "seed": s}) for m in "ab" for s in (0, 1)]
+    monkeypatch.setattr(bandits, "cells", lambda _: cells)
+    monkeypatch.setattr(bandits, "run", run)
+    monkeypatch.setattr(bandits, "summary", lambda *_: {})
+    run_probe(recipe(), None, shown=False)
+    assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]

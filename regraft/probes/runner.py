@@ -102,7 +102,8 @@ def run_probe(
     store.claim(dump_recipe(recipe), overwrite)
     cells = probe.cells(recipe)
     results = {cell.file: found for cell in cells if (found := store.read(cell)) is not None}
-    missing = [cell for cell in cells if cell.file not in results]
+    # Seed by seed, so that a sweep cut short has something of everything.
+    missing = sorted((c for c in cells if c.file not in results), key=lambda c: c.settings.get("seed", 0))
     with _progress(cells, missing, shown) as (tick, finished), _term_interrupts():
         settings = [cell.settings for cell in missing]
         for index, result, seconds in run_all(recipe.probe, settings, device, jobs, tick):
