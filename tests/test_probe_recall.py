@@ -227,6 +227,8 @@ def test_starting_values_and_frozen_parameters() -> None:
     assert (evidence == 1).all() and not evidence.requires_grad
 
 
-def test_a_learned_recipe_needs_a_directory(regraft) -> None:
+def test_mistakes_leave_nothing_behind(regraft, tmp_path) -> None:
     code, _, error = regraft("probe", "recall")
     assert code == 2 and "--out" in error
+    code, _, error = regraft("probe", "recall", "--out", tmp_path / "out", "--set", "mixers=[attention]")
+    assert code == 2 and "takes no addresses" in error and not (tmp_path / "out").exists()

@@ -75,7 +75,9 @@ def test_another_recipe_is_refused_and_shares_its_cells(recipe, ran: list[str], 
     with pytest.raises(UserError, match="another recipe"):
         run_probe(other, out, shown=False)
     assert (out / "result.json").read_bytes() == before and ran == []
+    (out / "old.png").write_text("a figure of the recipe before")
     run_probe(other, out, overwrite=True, shown=False)
+    assert not (out / "old.png").exists()
     assert ran == ["logistic-4"] and (out / "result.json").read_bytes() != before
 
 

@@ -98,9 +98,9 @@ def run_probe(
         UserError: `out` holds something else, or a mixer cannot be built.
     """
     probe: Probe = probe_of(recipe.probe)
+    cells = probe.cells(recipe)  # first: a mixer that cannot be built leaves nothing behind
     store = _Store(out)
     store.claim(dump_recipe(recipe), overwrite)
-    cells = probe.cells(recipe)
     results = {cell.file: found for cell in cells if (found := store.read(cell)) is not None}
     # Seed by seed, so that a sweep cut short has something of everything.
     missing = sorted((c for c in cells if c.file not in results), key=lambda c: c.settings.get("seed", 0))
@@ -136,6 +136,9 @@ class _Store:
         elif held.read_text(encoding="utf-8") != recipe and not overwrite:
             fix = "choose another directory, or pass --overwrite; runs that both recipes have are kept."
             raise UserError(self.out, "holds the results of another recipe.", fix)
+        elif held.read_text(encoding="utf-8") != recipe:
+            for old in (*self.out.glob("*.png"), *self.out.glob("result.*")):
+                old.unlink()
         (self.out / "cells").mkdir(parents=True, exist_ok=True)
         write_text(held, recipe)
 
