@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import lzma
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from regraft.assets import austen, teacher_dir
+from regraft.assets.haystack import Haystack
 from regraft.assets.needles import TASKS
 from regraft.errors import UserError
 
@@ -27,12 +29,14 @@ from scripts.replicate.results import Results, pack, unpack  # noqa: E402
 from scripts.replicate.run import Job, Runner, jobs  # noqa: E402
 from scripts.replicate.tables import sections  # noqa: E402
 from scripts.teacher.corpus import encoded  # noqa: E402
-from scripts.teacher.levels import replication_levels, short_levels  # noqa: E402
+from scripts.teacher.levels import SHORT, replication_levels, short_levels  # noqa: E402
 from scripts.teacher.model import new_model  # noqa: E402
+from scripts.teacher.rows import Material  # noqa: E402
 from scripts.teacher.speed import choose  # noqa: E402
 from scripts.teacher.step import choose_kernels  # noqa: E402
-from scripts.teacher.train import arguments  # noqa: E402
+from scripts.teacher.train import Trainer, arguments  # noqa: E402
 
+HAYSTACK = Haystack.from_text("The rain went on all day. Nobody came. " * 50)
 HEADER = {"tokenizer": "t", "bos": "", "generator": 1}
 
 
@@ -199,6 +203,30 @@ def test_one_compiled_program_serves_all_layers(kernels, programs):
     assert torch.allclose(model(ids).logits, plain, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= programs
     torch._dynamo.reset()
+
+
+def test_a_stopped_teacher_goes_on_where_it_was(tokenizer, tmp_path, capsys):
+    """Weights, moments and counts of the last checkpoint; rows that were not seen."""
+    shape = ["--layers", "1", "--hidden", "32", "--heads", "1", "--head-dim", "32", "--rows", "2"]
+    args = arguments(
+        ["--out", str(tmp_path), "--device", "cpu", "--workers", "0", "--save-seconds", "0", *shape]
+    )
+    books = np.arange(3000, dtype=np.uint16)
+    train, held_out = (Material.make(tokenizer, HAYSTACK, books, split) for split in ("train", "eval"))
+    first = Trainer(new_model(args, len(tokenizer)), train, held_out, args)
+    args.minutes = 0.02
+    first.run(io.StringIO())
+    assert first.at.step > 2 and first.at.tokens == first.at.step * 2 * SHORT[0]
+    second = Trainer(new_model(args, len(tokenizer)), train, held_out, args)
+    args.minutes = 0.0  # nothing is left to do
+    second.run(io.StringIO())
+    assert second.at.step == first.at.step and second.at.level == 0
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    moments = [list(t.take_step.optimizer.state.values()) for t in (first, second)]
+    assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in zip(*moments, strict=True))
+    assert f"goes on after step {first.at.step}" in capsys.readouterr().out
+    assert not torch.equal(next(first.batches)[0], next(second.batches)[0])
 
 
 def test_levels_add_up_and_reach_the_full_length():
