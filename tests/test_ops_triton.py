@@ -49,6 +49,13 @@ def test_packed_documents(family: str) -> None:
     check(problem, covariance=family, chunk_size=16, cu_seqlens=bounds)
 
 
+@pytest.mark.parametrize("family", ["dense", "isotropic", "reset"])
+def test_a_reset_by_decay_leaves_the_digits_of_the_others(family: str) -> None:
+    problem = make_problem(40, family, B=1, H=1, D=16, V=16, G=1)
+    problem["g"][:, [3, 21]] = -1e6
+    check(problem, covariance=family, chunk_size=32)
+
+
 @pytest.mark.parametrize("C", [32, 64])
 def test_chunks_of_several_blocks(C: int) -> None:
     check(make_problem(C + 3, B=1, H=1, D=16, V=16, G=1), chunk_size=C)

@@ -22,12 +22,17 @@ class Decay:
 
     @classmethod
     def of(cls, g: Tensor) -> Decay:
-        """From log-decays `[...,C,X]`."""
-        c = g.cumsum(-2)
+        """From log-decays `[...,C,X]`.
+
+        Sums in float64: as a difference of sums in float32 the decays after a reset, such as g = -1e6, would
+        be wrong in their second digit.
+        """
+        c = g.double().cumsum(-2)
         C = c.shape[-2]
         future = torch.ones(C, C, dtype=torch.bool, device=g.device).triu(1)[..., None]
         steps = c[..., :, None, :] - c[..., None, :, :]
-        return cls(c.exp(), steps.masked_fill(future, float("-inf")).exp())
+        steps = steps.to(g.dtype).masked_fill(future, float("-inf"))
+        return cls(c.to(g.dtype).exp(), steps.exp())
 
     @property
     def exit(self) -> Tensor:

@@ -10,6 +10,8 @@ import triton.language as tl
 def chunk_decay(g, C: tl.constexpr):
     """Of the log-decays `[C]` of a chunk: `exp(c)` `[C]`, `exp(c_t - c_s)` for s <= t, else 0 `[C,C]`, and
     `exp(c_C - c_t)` `[C]`, c the running sum. No exponent is above 0."""
+    # exp(-104) is 0 already; beside a larger number differences of sums would lose the digits of the others
+    g = tl.maximum(g, -104.0)
     c = tl.cumsum(g, 0)
     i = tl.arange(0, C)
     between = tl.where(i[:, None] >= i[None, :], tl.exp(tl.minimum(c[:, None] - c[None, :], 0.0)), 0.0)
