@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,11 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from evaluation import SHAPE_340M, to_bfloat16
-from gpu_train import machine
 
 from regraft.distill.engine import Engine
 from regraft.layers import RegraftConfig, RegraftForCausalLM
+from scripts.bench.evaluation import SHAPE_340M, to_bfloat16
+from scripts.bench.gpu_train import machine
 
 CONVERTED: dict[str, tuple[int, ...]] = {"teacher": (), "four": (5, 11, 17, 23), "all": tuple(range(24))}
 
@@ -77,7 +75,7 @@ def tokens(rows: int, length: int) -> torch.Tensor:
     return torch.randint(SHAPE_340M["vocab_size"], (rows, length), generator=random).cuda()
 
 
-def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Milliseconds of each, the median, after two calls that do not count."""
     seen: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats + 2):
@@ -116,7 +114,7 @@ def prefill(lengths: list[int], repeats: int) -> list[dict[str, Any]]:
     found = []
     for length in lengths:
         ids = tokens(1, length)
-        calls = {n: partial(m, ids, use_cache=True, logits_to_keep=1) for n, m in models.items()}
+        calls = {n: partial(m.__call__, ids, use_cache=True, logits_to_keep=1) for n, m in models.items()}
         found.append(
             {"what": f"prefill, 1 x {length}", "rows": 1, "length": length, "ms": in_turns(calls, repeats)}
         )
