@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from regraft.ops import kalman_delta_rule
-from regraft.probes.collision import (
+from regraft.probes.collision import compare, entries, first_negative, markdown, run
+from regraft.probes.collision_rules import (
     BAYES,
     KDN,
     RESET,
@@ -20,14 +21,9 @@ from regraft.probes.collision import (
     A,
     B,
     Rule,
-    compare,
-    entries,
-    first_negative,
     keys,
     margins,
-    markdown,
     rotations,
-    run,
     schedule,
     write_vectors,
 )

@@ -8,7 +8,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from regraft.probes.collision import (
+from regraft.probes.collision_rules import (
     BAYES,
     KDN,
     RESET,
