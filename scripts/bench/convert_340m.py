@@ -23,17 +23,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.bench.shapes import LAYERS, SHAPE_340M
+
 ROOT = Path(__file__).parents[2]
-SHAPE_340M: dict[str, Any] = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_heads": 4,
-    "head_dim": 256,
-    "expand_v": 1,
-    "intermediate_size": 2816,
-    "vocab_size": 32000,
-}
-LAYERS = "5,11,17,23"
 
 
 def main() -> None:
@@ -51,7 +45,7 @@ def main() -> None:
         reload(args.reload[0])
     else:
         with tempfile.TemporaryDirectory() as scratch:
-            rows = measure(args.keep or Path(scratch), SHAPE_340M, LAYERS, args.dtype)
+            rows = measure(args.keep or Path(scratch), SHAPE_340M, ",".join(map(str, LAYERS)), args.dtype)
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}\n")
         print("| step | seconds | CPU seconds | peak resident GB |\n|---|---:|---:|---:|")
         for row in rows:

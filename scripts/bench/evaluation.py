@@ -12,12 +12,16 @@ On a CPU seconds are those of the processor, so other programs may run.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from regraft.assets import teacher_dir
 from regraft.assets.needles import ALL_TASKS, make_document
@@ -25,12 +29,7 @@ from regraft.layers import RegraftConfig, RegraftForCausalLM
 from regraft.layers.mixer import Mixer
 from regraft.report.generate import Prompt, answer
 from regraft.report.tasks import found
-
-SHAPE_340M: dict[str, Any] = {
-    "hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 4, "head_dim": 256, "expand_v": 1.0,
-    "intermediate_size": 2816, "vocab_size": 32000,
-}  # fmt: skip
-BAYESIAN = (5, 11, 17, 23)  # the paper's layers
+from scripts.bench.shapes import LAYERS, SHAPE_340M
 
 
 def main() -> None:
@@ -88,7 +87,7 @@ def load(model: str, random: str | None) -> tuple[RegraftForCausalLM, PreTrained
         return load_model(model).to(device), load_tokenizer(model)
     torch.manual_seed(0)
     kinds = [
-        "bayesian" if random.endswith("bayesian") and i in BAYESIAN else "gated_deltanet" for i in range(24)
+        "bayesian" if random.endswith("bayesian") and i in LAYERS else "gated_deltanet" for i in range(24)
     ]
     config = RegraftConfig(**SHAPE_340M, mixers=[{"kind": kind} for kind in kinds])
     made = RegraftForCausalLM(config).eval()

@@ -27,10 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from regraft.distill.engine import Engine
 from regraft.layers import RegraftConfig, RegraftForCausalLM
-from scripts.bench.evaluation import SHAPE_340M, to_bfloat16
+from scripts.bench.evaluation import to_bfloat16
 from scripts.bench.gpu_train import machine
+from scripts.bench.shapes import LAYERS, SHAPE_340M
 
-CONVERTED: dict[str, tuple[int, ...]] = {"teacher": (), "four": (5, 11, 17, 23), "all": tuple(range(24))}
+CONVERTED = {"teacher": (), "four": LAYERS, "all": tuple(range(24))}
 
 
 def main() -> None:

@@ -38,16 +38,8 @@ from regraft.distill.losses import trace
 from regraft.distill.stage import Stage
 from regraft.layers import RegraftConfig, RegraftForCausalLM
 from regraft.recipes.schema import BoundaryMSE, Evidence, ForwardKL, LayerNMSE, Optimiser
+from scripts.bench.shapes import LAYERS, SHAPE_340M
 
-SHAPE_340M = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_heads": 4,
-    "head_dim": 256,
-    "intermediate_size": 2816,
-    "vocab_size": 32000,
-}
-LAYERS = (5, 11, 17, 23)
 TINY = {**SHAPE_340M, "hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "vocab_size": 512}
 PEAK = 989e12  # FLOP/s in bfloat16 of an H100 or H200, dense
 WARM = 3  # steps of a phase before its speed counts
