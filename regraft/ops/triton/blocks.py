@@ -9,32 +9,30 @@ from regraft.ops.triton.tiles import INTERPRETED
 
 
 @triton.jit
-def tile(at, i, there, width, BD: tl.constexpr):
-    """`[C,BD]` in float32 from rows of `width` numbers; `at` is the first of them."""
-    # 32-bit offsets from one address: 64-bit addresses of a whole tile take as many registers as two tiles
-    at += i[:, None] * width + tl.arange(0, BD)[None, :]
-    return tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def tile_t(at, i, there, width, BD: tl.constexpr):
-    """The transpose of `tile`, `[BD,C]`, loaded as one."""
-    at += i[None, :] * width + tl.arange(0, BD)[:, None]
-    return tl.load(at, mask=there[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def keys(at, i, there, width, BD: tl.constexpr):
-    """`tile`, in the dtype it is stored in."""
+    """`[C,BD]` from rows of `width` numbers, in the dtype they are stored in; `at` is the first of them."""
+    # 32-bit offsets from one address: 64-bit addresses of a whole tile take as many registers as two tiles
     at += i[:, None] * width + tl.arange(0, BD)[None, :]
     return tl.load(at, mask=there[:, None], other=0.0)
 
 
 @triton.jit
 def keys_t(at, i, there, width, BD: tl.constexpr):
-    """`tile_t`, in the dtype it is stored in."""
+    """The transpose of `keys`, `[BD,C]`, loaded as one."""
     at += i[None, :] * width + tl.arange(0, BD)[:, None]
     return tl.load(at, mask=there[None, :], other=0.0)
+
+
+@triton.jit
+def tile(at, i, there, width, BD: tl.constexpr):
+    """`keys` in float32."""
+    return keys(at, i, there, width, BD).to(tl.float32)
+
+
+@triton.jit
+def tile_t(at, i, there, width, BD: tl.constexpr):
+    """`keys_t` in float32."""
+    return keys_t(at, i, there, width, BD).to(tl.float32)
 
 
 @triton.jit
