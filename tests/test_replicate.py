@@ -40,7 +40,7 @@ HAYSTACK = Haystack.from_text("The rain went on all day. Nobody came. " * 50)
 HEADER = {"tokenizer": "t", "bos": "", "generator": 1}
 
 
-@pytest.mark.parametrize("name", ["h200", "tiny"])
+@pytest.mark.parametrize("name", ["h200", "embedded", "tiny"])
 def test_every_recipe_of_a_plan_is_valid_and_differs_from_the_main_one(name, tmp_path):
     work = Work(name, tmp_path)
     recipes = {variant.name: work.recipe(variant) for variant in work.plan.variants}
@@ -288,6 +288,19 @@ def test_jobs_wait_for_each_other_and_what_is_done_is_left_alone(tmp_path, capsy
     late = Runner(Work("tiny", tmp_path), argparse.Namespace(**{**vars(args), "minutes": 0}))
     late.todo = [job("late", touch("late"))]
     assert not late.run() and not (tmp_path / "late").exists()
+
+
+def test_jobs_are_spread_over_gpus_and_the_rehearsal_leaves_the_teacher_alone(tmp_path):
+    args = argparse.Namespace(jobs=3, gpus=2, site=None, minutes=1)
+    runner = Runner.__new__(Runner)
+    runner.work, runner.args, runner.slots = Work("tiny", tmp_path), args, list(range(args.jobs))
+
+    def gpu(**settings):
+        job = Job("a", list, (), lambda: False, **settings)
+        return runner._environment(job, runner._place(job))["CUDA_VISIBLE_DEVICES"]
+
+    assert [gpu(), gpu(), gpu()] == ["0", "1", "0"]
+    assert gpu(beside=True) == "0" and gpu(beside=True, last=True) == "1"
 
 
 def test_every_job_is_its_own_command(tmp_path):

@@ -43,6 +43,7 @@ class Job:
     kind: str = ""  # jobs of one kind take about as long
     plain: bool = False  # without the packages of `--site`
     beside: bool = False  # takes no place among the `--jobs`
+    last: bool = False  # of those beside: on the last GPU, since the teacher has the first
     optional: bool = False  # what needs it runs also where it failed
     log: dict[str, Any] = field(default_factory=dict)
 
@@ -73,7 +74,7 @@ def jobs(work: Work, args: argparse.Namespace) -> Iterator[Job]:
     rehearsed = here / "rehearsal" / "done"
     if args.rehearse:
         rehearsal = ["scripts.replicate.rehearsal", *at]
-        yield Job("rehearsal", lambda: rehearsal, ("data",), rehearsed.is_file, beside=True)
+        yield Job("rehearsal", lambda: rehearsal, ("data",), rehearsed.is_file, beside=True, last=True)
     job = ["scripts.replicate.job"]
     yield Job(
         "teacher-reads", lambda: [*job, "teacher", *at], needs, records_file(here, "teacher").is_file,
@@ -136,7 +137,7 @@ class Runner:
             return
         if self._can(job) and (job.beside or self.slots):
             self.todo.remove(job)
-            slot = 0 if job.beside else self.slots.pop(0)
+            slot = self._place(job)
             job.log["slot"] = slot
             environment = self._environment(job, slot)
             with (self.work.folder / "logs" / f"{job.name}.log").open("ab") as log:
@@ -145,6 +146,11 @@ class Runner:
                 )
             self.running[job.name] = (job, process, time.time())
             self._say(f"begins: {job.name}")
+
+    def _place(self, job: Job) -> int:
+        if job.beside:
+            return self.args.gpus - 1 if job.last else 0
+        return self.slots.pop(0)
 
     def _environment(self, job: Job, slot: int) -> dict[str, str]:
         cache = str(self.work.folder / "cache")
