@@ -12,9 +12,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/regraft distill demo --out $(RUN) --resume
-	$(BIN)/regraft control $(RUN) --resume
-	$(BIN)/regraft report $(RUN) --inspect --overwrite
+	$(BIN)/regraft demo --out $(RUN)
 
 test: test-fast test-slow
 

@@ -3,11 +3,14 @@
 Importing it registers the model with transformers' Auto classes.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from regraft.layers import RegraftConfig, RegraftForCausalLM
+import os
 
 __version__ = "0.1.0"
 
-AutoConfig.register(RegraftConfig.model_type, RegraftConfig)
-AutoModelForCausalLM.register(RegraftConfig, RegraftForCausalLM)
+if "_REGRAFT_COMPLETE" not in os.environ:  # a shell asks for words to complete: seconds sooner without models
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from regraft.layers import RegraftConfig, RegraftForCausalLM
+
+    AutoConfig.register(RegraftConfig.model_type, RegraftConfig)
+    AutoModelForCausalLM.register(RegraftConfig, RegraftForCausalLM)

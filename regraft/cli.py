@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -19,60 +19,47 @@ from rich.table import Table
 from rich.text import Text
 
 from regraft import __version__
+from regraft.cli_options import (
+    CHECKS,
+    EVALUATION,
+    FILES,
+    MODEL,
+    RECIPE,
+    RUNNING,
+    STUDENT,
+    AllowPickle,
+    AsJson,
+    Device,
+    Format,
+    ModelName,
+    Overrides,
+    Overwrite,
+    RecipeName,
+    Resumable,
+    Resume,
+    Revision,
+    RunDir,
+    Tolerance,
+    complete_layer_target,
+    complete_model,
+    first_line,
+)
 from regraft.errors import UserError, VerificationError
+from regraft.recipes.schema import Target
 
 app = typer.Typer(
     help="Convert pretrained Gated DeltaNet models to Bayesian Layers, distil, compare, report.",
-    epilog="Start with: regraft recipes ls",
+    epilog="Start with: regraft demo",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+JOB, LOOK, AROUND = "The job", "Look closer", "Around it"
 recipes = typer.Typer(help="List, read, copy and check recipes.", no_args_is_help=True)
-app.add_typer(recipes, name="recipes")
-probe = typer.Typer(help="Small experiments that show what an update rule does.", no_args_is_help=True)
-app.add_typer(probe, name="probe")
+probe = typer.Typer(help="Run small experiments that show what an update rule does.", no_args_is_help=True)
 
-RESUMABLE = ("distill", "control")  # by --resume; `report` goes on by itself
-TO_FILES = "Files"
-TO_STUDENT = "Student"
-TO_CHECK = "Checks"
-
-RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or a YAML file.")
-]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory made by `regraft distill`.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Change one key; may be repeated. phases.0.lr=1e-3"),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite", help="Replace what is there, once the new is complete.", rich_help_panel=TO_FILES
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume", help="Go on from the newest checkpoint.", rich_help_panel=TO_FILES),
-]
-
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")]
-Dtype = Literal["float32", "bfloat16"]
-Tolerance = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        help="Largest logit difference; above it, exit 3. If not given, a share of the largest logit: "
-        "1e-5 (at least 1e-4) in float32, 1/16 in bfloat16.",
-        rich_help_panel=TO_CHECK,
-    ),
-]
-Revision = Annotated[str | None, typer.Option(help="Hub branch, tag or commit.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read a `.bin` where there are no safetensors; weights only.")
-]
+RESUMABLE = ("distill", "control")  # by --resume
+GO_ON = ("demo", "report", "probe")  # by themselves
 
 
 def _print_version(asked: bool) -> None:
@@ -96,41 +83,37 @@ def options(
         logging.disable_progress_bar()
 
 
-@app.command(epilog="Example: regraft convert embedded --layers last:2 --out student")
+@app.command(epilog="Example: regraft convert embedded --layers last:2 --out student", rich_help_panel=JOB)
 def convert(
     model: ModelName,
     layers: Annotated[
         str | None,
-        typer.Option(help="1,3 or every:6 or last:4, from 0; scan:4 measures.", rich_help_panel=TO_STUDENT),
-    ] = None,
-    revert: Annotated[
-        str | None,
         typer.Option(
-            metavar="LAYERS",
-            help="Put the layers of `--teacher` back into MODEL, a student.",
-            rich_help_panel=TO_STUDENT,
+            help="1,3 or every:6 or last:4, counted from 0; scan:4 measures which.", rich_help_panel=STUDENT
         ),
     ] = None,
-    teacher: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Where --revert takes them from.", rich_help_panel=TO_STUDENT),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the student goes.", rich_help_panel=TO_FILES)
-    ] = None,
     to: Annotated[
-        str, typer.Option(help="The mixer put in.", metavar="TARGET", rich_help_panel=TO_STUDENT)
+        Target,
+        typer.Option(
+            metavar="TARGET",
+            help=f"The mixer put in: {', '.join(get_args(Target))}.",
+            rich_help_panel=STUDENT,
+        ),
     ] = "bayesian",
     target: Annotated[
         list[str] | None,
         typer.Option(
             metavar="LAYER=TARGET",
-            help="Another mixer for one of the layers; may be repeated.",
-            rich_help_panel=TO_STUDENT,
+            help="Another mixer for one of the layers, such as 5=kdn-diagonal; repeatable.",
+            autocompletion=complete_layer_target,
+            rich_help_panel=STUDENT,
         ),
     ] = None,
     noise_groups: Annotated[
-        int, typer.Option(min=1, help="Noise groups of value columns.", rich_help_panel=TO_STUDENT)
+        int,
+        typer.Option(
+            min=1, help="Groups of value columns with a noise of their own.", rich_help_panel=STUDENT
+        ),
     ] = 1,
     process_match: Annotated[
         float,
@@ -139,62 +122,78 @@ def convert(
             max=1,
             help="Share by which extra process noise restores the teacher's write gain along repeated keys "
             "at evidence 1; 0 is stationary noise.",
-            rich_help_panel=TO_STUDENT,
+            rich_help_panel=STUDENT,
         ),
     ] = 0.0,
-    dtype: Annotated[Dtype, typer.Option(help="Number format.", rich_help_panel=TO_STUDENT)] = "float32",
+    revert: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Instead of converting: put these layers of --teacher back into MODEL, a student.",
+            rich_help_panel=STUDENT,
+        ),
+    ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Where --revert takes layers from.", rich_help_panel=STUDENT),
+    ] = None,
+    dtype: Format = "float32",
     revision: Revision = None,
     allow_pickle: AllowPickle = False,
     tolerance: Tolerance = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, read no weights.", rich_help_panel=TO_CHECK)
+        bool, typer.Option("--dry-run", help="Print the plan, read no weights.", rich_help_panel=CHECKS)
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the student goes.", rich_help_panel=FILES)
+    ] = None,
     overwrite: Overwrite = False,
     push_to_hub: Annotated[
         str | None,
         typer.Option(
-            metavar="REPOSITORY", help="Upload the student, if new privately.", rich_help_panel=TO_FILES
+            metavar="REPOSITORY", help="Upload the student; a new one is private.", rich_help_panel=FILES
         ),
     ] = None,
 ) -> None:
     """Replace layers of a teacher by Bayesian Layers that start as exact copies, and verify it."""
+    from regraft.convert import Choice, Output
     from regraft.convert.command import convert_or_revert
+    from regraft.convert.targets import parse_targets
 
     convert_or_revert(
         model,
-        layers=layers,
-        to=to,
-        targets=target or [],
-        noise_groups=noise_groups,
-        process_match=process_match,
+        Choice(
+            () if layers is None else layers, to, parse_targets(target or []), noise_groups, process_match
+        ),
+        Output(out, dtype, dry_run, overwrite, push_to_hub),
         revert=revert,
         teacher=teacher,
         tolerance=tolerance,
-        out=out,
-        dtype=dtype,
         revision=revision,
         allow_pickle=allow_pickle,
-        dry_run=dry_run,
-        overwrite=overwrite,
-        push_to=push_to_hub,
     )
 
 
-@app.command(epilog="Example: regraft scan embedded")
+@app.command(epilog="Example: regraft scan embedded --samples 2", rich_help_panel=LOOK)
 def scan(
     model: ModelName,
-    samples: Annotated[int, typer.Option(min=1, help="Needle documents.")] = 8,
+    samples: Annotated[int, typer.Option(min=1, help="Needle documents.", rich_help_panel=EVALUATION)] = 8,
     length: Annotated[
-        int | None, typer.Option(min=128, help="Their tokens; the training length, at most 512, by default.")
+        int | None,
+        typer.Option(
+            min=128,
+            help="Their tokens; if not given, the training length, at most 512.",
+            rich_help_panel=EVALUATION,
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the documents.")] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Number format.")] = "float32",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the documents.", rich_help_panel=EVALUATION)] = 0,
+    dtype: Format = "float32",
     revision: Revision = None,
+    allow_pickle: AllowPickle = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the table as JSON.", rich_help_panel=TO_FILES),
+        typer.Option(metavar="FILE", help="Write the table here, as JSON.", rich_help_panel=FILES),
     ] = None,
-    allow_pickle: AllowPickle = False,
 ) -> None:
     """Find the layers that hold a teacher's long memory, by cutting the memory of one at a time."""
     from regraft.convert.scan import scan as run
@@ -211,30 +210,36 @@ def scan(
     )
 
 
-@app.command(epilog="Example: regraft verify student --teacher embedded")
+@app.command(epilog="Example: regraft verify student --teacher embedded", rich_help_panel=LOOK)
 def verify(
     student: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a converted model.")],
-    teacher: Annotated[str, typer.Option(metavar="MODEL", help="`embedded`, a local folder or a Hub id.")],
+    teacher: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="`embedded`, a local folder or a Hub id.",
+            autocompletion=complete_model,
+            rich_help_panel=MODEL,
+        ),
+    ],
     revision: Revision = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Number format of both.", rich_help_panel=TO_CHECK)
-    ] = "float32",
+    dtype: Format = "float32",
+    allow_pickle: AllowPickle = False,
     tolerance: Tolerance = None,
     length: Annotated[
-        int, typer.Option(help="Tokens of the longest sequence.", rich_help_panel=TO_CHECK)
+        int, typer.Option(min=1, help="Tokens of the longest sequence.", rich_help_panel=CHECKS)
     ] = 1025,
-    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel=TO_CHECK)] = "cpu",
+    device: Device = "cpu",
     kernels: Annotated[
         Literal["auto", "fla", "regraft"] | None,
         typer.Option(
-            help="Whose kernels run the delta-rule layers; auto if not given.", rich_help_panel=TO_CHECK
+            help="Whose kernels run the delta-rule layers; auto if not given.", rich_help_panel=RUNNING
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the certificate here.", rich_help_panel=TO_FILES),
+        typer.Option(metavar="FILE", help="Write the certificate here, as JSON.", rich_help_panel=FILES),
     ] = None,
-    allow_pickle: AllowPickle = False,
 ) -> None:
     """Compare a student with its teacher in every way of running them; exit 3 where they differ."""
     from regraft.convert import verify as run
@@ -253,15 +258,26 @@ def verify(
     )
 
 
-@app.command(epilog="Example: regraft distill demo --out runs/demo --set phases.0.tokens=100K")
+@app.command(
+    cls=Resumable,
+    epilog="Example: regraft distill demo --out runs/demo --set phases.0.tokens=100K",
+    rich_help_panel=JOB,
+)
 def distill(
     recipe: RecipeName,
-    out: Annotated[Path, typer.Option(metavar="RUN", help="Run directory.", rich_help_panel=TO_FILES)],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="Run directory.", rich_help_panel=FILES)],
     set_: Overrides = None,
-    phase: Annotated[str | None, typer.Option(metavar="NAME", help="Do this phase alone.")] = None,
+    phase: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Do this phase alone.", rich_help_panel=RECIPE)
+    ] = None,
     start: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN", help="With --phase: the run that did the phase before."),
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="With --phase: the run that did the phase before.",
+            rich_help_panel=RECIPE,
+        ),
     ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -275,12 +291,15 @@ def distill(
     run(loaded, out, phase=phase, start=start, resume=resume, overwrite=overwrite)
 
 
-@app.command(epilog="Example: regraft control runs/demo")
+@app.command(cls=Resumable, epilog="Example: regraft control runs/demo", rich_help_panel=JOB)
 def control(
     run: RunDir,
     match: Annotated[
         Literal["tokens", "flops"],
-        typer.Option(help="What is equal: tokens, or FLOPs, the teacher's of the distillation included."),
+        typer.Option(
+            help="What is equal: tokens, or FLOPs, the teacher's of the distillation included.",
+            rich_help_panel=RUNNING,
+        ),
     ] = "tokens",
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -291,30 +310,47 @@ def control(
     train(run, match=match, resume=resume, overwrite=overwrite)
 
 
-@app.command(epilog="Example: regraft report runs/demo --set report.niah.samples=5")
+@app.command(epilog="Example: regraft report runs/demo --set report.niah.samples=5", rich_help_panel=JOB)
 def report(
     run: Annotated[
         Path | None, typer.Argument(metavar="[RUN]", help="Run directory; none to compare only --model.")
     ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=MODEL", help="A further model: folder, Hub id or `embedded`; repeatable."),
+        typer.Option(
+            metavar="NAME=MODEL",
+            help="A further model: `embedded`, a local folder or a Hub id; repeatable.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(help="What the others are compared with: control, else the first, if not given."),
+        typer.Option(
+            metavar="NAME",
+            help="What the others are compared with; if not given, the control, else the first.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
+    set_: Overrides = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Documents per task and length; keeps all lengths, depths balanced."),
+        typer.Option(
+            min=1,
+            help="Documents per task and length; keeps all lengths, depths balanced.",
+            rich_help_panel=EVALUATION,
+        ),
     ] = None,
     inspect: Annotated[
-        bool, typer.Option("--inspect", help="Show gain, variance and a needle's trace in converted layers.")
+        bool,
+        typer.Option(
+            "--inspect",
+            help="Show gain, variance and a needle's trace in converted layers.",
+            rich_help_panel=EVALUATION,
+        ),
     ] = False,
-    set_: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where it goes; RUN/report if not given.", rich_help_panel=TO_FILES),
+        typer.Option(metavar="DIR", help="Where it goes; RUN/report if not given.", rich_help_panel=FILES),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -336,10 +372,38 @@ def report(
     )
 
 
+@app.command(epilog="Example: regraft demo --out runs/demo", rich_help_panel=JOB)
+def demo(
+    out: Annotated[Path, typer.Option(metavar="RUN", help="Run directory.", rich_help_panel=FILES)] = Path(
+        "runs/demo"
+    ),
+    set_: Overrides = None,
+) -> None:
+    """Distil, control and report with recipe `demo` on the embedded teacher: minutes on 2 CPU cores.
+
+    Finished parts are not done again, so the same command goes on where it was stopped.
+    """
+    from regraft.recipes import load_recipe
+
+    recipe = load_recipe("demo", set_ or ())
+    from regraft.distill import control, distill
+    from regraft.report.run import report_run
+
+    distill(recipe, out, resume=True)
+    control(out, resume=True)
+    report_run(out, inspect=True, overwrite=True)
+
+
 def _add_probe(name: str, recipes: str, example: str, text: str) -> None:
     """A verb of `regraft probe`; all have the same options. The first of the recipes is the default."""
     # Not in the annotation, which is read later, where these names mean something else.
-    shipped = typer.Argument(recipes.split(",")[0], metavar="RECIPE", help=f"{recipes}, or a YAML file.")
+    names = recipes.split(", ")
+    shipped = typer.Argument(
+        names[0],
+        metavar="[RECIPE]",
+        help=f"{recipes}, or a YAML file.",
+        autocompletion=lambda incomplete: [name for name in names if name.startswith(incomplete)],
+    )
 
     @probe.command(name, help=text, epilog=f"Example: regraft probe {name} {example}")
     def verb(
@@ -348,12 +412,15 @@ def _add_probe(name: str, recipes: str, example: str, text: str) -> None:
         out: Annotated[
             Path | None,
             typer.Option(
-                metavar="DIR", help="Keep runs, tables, JSON and figures here.", rich_help_panel=TO_FILES
+                metavar="DIR", help="Keep runs, tables, JSON and figures here.", rich_help_panel=FILES
             ),
         ] = None,
-        device: Annotated[str, typer.Option(help="cpu, cuda or one of several, cuda:1.")] = "cpu",
-        jobs: Annotated[int, typer.Option(min=1, help="Runs at once, each in its own process.")] = 1,
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+        device: Device = "cpu",
+        jobs: Annotated[
+            int,
+            typer.Option(min=1, help="Runs at once, each in its own process.", rich_help_panel=RUNNING),
+        ] = 1,
+        as_json: AsJson = False,
         overwrite: Overwrite = False,
     ) -> None:
         from regraft.probes.command import run_verb
@@ -406,15 +473,16 @@ def recipes_ls() -> None:
 
     table = Table("recipe", "what it does", box=None)
     for name, path in shipped().items():
-        first_line = path.read_text(encoding="utf-8").partition("\n")[0]
-        table.add_row(name, first_line.lstrip("# "))
+        table.add_row(name, first_line(path))
     Console().print(table)
 
 
 @recipes.command("show", epilog="Example: regraft recipes show demo --resolved")
 def recipes_show(
     recipe: RecipeName,
-    resolved: Annotated[bool, typer.Option("--resolved", help="Write every default out.")] = False,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Write every default out.", rich_help_panel=RECIPE)
+    ] = False,
     set_: Overrides = None,
 ) -> None:
     """Print a recipe with its comments, or resolved: with overrides and every default."""
@@ -429,7 +497,7 @@ def recipes_show(
 @recipes.command("copy", epilog="Example: regraft recipes copy demo mine.yaml")
 def recipes_copy(
     recipe: RecipeName,
-    to: Annotated[Path | None, typer.Argument(metavar="FILE", help="RECIPE.yaml here if not given.")] = None,
+    to: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="RECIPE.yaml if not given.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Copy a recipe with its comments, to edit it."""
@@ -449,7 +517,12 @@ def recipes_validate(
     recipe: RecipeName,
     set_: Overrides = None,
     keys_only: Annotated[
-        bool, typer.Option("--keys-only", help="Keys, types and ranges alone; opens nothing but the recipe.")
+        bool,
+        typer.Option(
+            "--keys-only",
+            help="Keys, types and ranges alone; opens nothing but the recipe.",
+            rich_help_panel=CHECKS,
+        ),
     ] = False,
 ) -> None:
     """Check a recipe as far as it goes without training: keys, teacher, tokenizer, data, losses, memory."""
@@ -473,11 +546,15 @@ def recipes_schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
+app.add_typer(recipes, name="recipes", rich_help_panel=AROUND)
+app.add_typer(probe, name="probe", rich_help_panel=LOOK)
+
+
 def main() -> None:
     """Run the command line and turn whatever stops it into one message and an exit code."""
     arguments = sys.argv[1:]
     try:
-        app()
+        app(prog_name="regraft")
     except UserError as error:
         _stop(error, [error.reason, f"fix: {error.fix}" if error.fix else ""], error.exit_code, error.where)
     except VerificationError as error:
@@ -508,7 +585,7 @@ def _err(text: Text) -> None:
 
 def _after_interrupt(arguments: list[str]) -> str:
     verb = next((word for word in arguments if not word.startswith("-")), "")
-    if verb == "probe":
+    if verb in GO_ON:
         return f"Interrupted. To go on: regraft {shlex.join(arguments)}"
     if verb not in RESUMABLE:
         return "Interrupted; nothing half-written is left."

@@ -569,7 +569,7 @@ def test_options_that_say_nothing_are_refused(regraft, tmp_path, arguments, mess
     [
         (["--target", "3=bayesian"], "layer 3 is not among the converted layers 1"),
         (["--target", "1=hopfield"], "'hopfield' is unknown"),
-        (["--to", "hopfield"], "choose one of bayesian"),
+        (["--to", "hopfield"], "is not one of 'bayesian'"),
         (["--target", "bayesian"], "is not LAYER=TARGET"),
         (["--target", "1=bayesian", "--target", "1=bayesian"], "names layer 1 again"),
     ],

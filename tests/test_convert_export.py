@@ -57,10 +57,10 @@ assert isinstance(text, str) and text
 @pytest.fixture(scope="module")
 def export(tmp_path_factory) -> tuple[Path, Path]:
     """A converted folder and a file with what its model says."""
-    from regraft.convert import Choice, convert
+    from regraft.convert import Choice, Output, convert
 
     base = tmp_path_factory.mktemp("export")
-    convert(str(write_teacher(base / "t", tokenizer=True)), Choice("1,3", noise_groups=2), out=base / "s")
+    convert(str(write_teacher(base / "t", tokenizer=True)), Choice("1,3", noise_groups=2), Output(base / "s"))
     model, ids = load_model(str(base / "s")), torch.arange(5, 170).view(1, -1)
     mask = torch.ones_like(ids)
     with torch.no_grad():

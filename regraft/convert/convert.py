@@ -49,6 +49,25 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Output:
+    """Where a model is written, and how.
+
+    Args:
+        out: its directory; None only in a dry run.
+        dtype: number format of its weights.
+        dry_run: print the plan, read no weights, write nothing.
+        overwrite: replace an existing `out`.
+        push_to: Hub repository that the finished folder is uploaded to.
+    """
+
+    out: Path | None
+    dtype: str = "float32"
+    dry_run: bool = False
+    overwrite: bool = False
+    push_to: str | None = None
+
+
+@dataclass(frozen=True)
 class Conversion:
     """A verified student in float32, with what led to it."""
 
@@ -143,35 +162,30 @@ def scanned(checkpoint: Checkpoint, layers: str | Sequence[int]) -> str | Sequen
 def convert(
     model: str,
     choice: Choice,
+    output: Output,
     *,
-    out: Path | None,
-    dtype: str = "float32",
     revision: str | None = None,
     allow_pickle: bool = False,
     tolerance: float | None = None,
-    dry_run: bool = False,
-    overwrite: bool = False,
-    push_to: str | None = None,
 ) -> None:
-    """Convert a teacher and write the student with its certificate; or print the plan (`dry_run`).
-
-    `push_to` names a Hub repository that the finished folder is uploaded to.
+    """Convert a teacher and write the student with its certificate; or print the plan of a dry run.
 
     Raises:
         UserError: a mistake in the arguments or the checkpoint; nothing is written.
         VerificationError: the student is not the teacher's copy; nothing is written.
     """
     console = Console()
-    if dry_run or out is None:
+    if output.dry_run or output.out is None:
         checkpoint = open_checkpoint(model, revision, allow_pickle=allow_pickle)
-        plan, _ = plan_conversion(checkpoint, choice, dtype=dtype, headers_only=True)
+        plan, _ = plan_conversion(checkpoint, choice, dtype=output.dtype, headers_only=True)
         # A table for reading and for grep: never cut to the width of a terminal.
         plan.print(Console(width=max(console.width, 160)), checkpoint)
         return
-    refuse_existing(out, overwrite)
+    out = output.out
+    refuse_existing(out, output.overwrite)
     done = student_of(model, choice, revision=revision, allow_pickle=allow_pickle, tolerance=tolerance)
-    with atomic_directory(out, overwrite) as folder:
-        write_student(done, folder, dtype)
+    with atomic_directory(out, output.overwrite) as folder:
+        write_student(done, folder, output.dtype)
     certificate = done.certificate
     names = ", ".join(f"{layer} {choice.targets.get(layer, choice.to)}" for layer in done.layers)
     console.print(
@@ -180,8 +194,8 @@ def convert(
         f"{certificate.teacher_logits:.3g})"
     )
     console.print(f"student: {out}\ncertificate: {out / 'verify.json'}", soft_wrap=True)
-    if push_to is not None:
-        console.print(f"uploaded: {push(out, push_to)}", soft_wrap=True)
+    if output.push_to is not None:
+        console.print(f"uploaded: {push(out, output.push_to)}", soft_wrap=True)
 
 
 def write_student(done: Conversion, folder: Path, dtype: str = "float32") -> str:

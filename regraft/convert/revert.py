@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from rich.console import Console
 
 from regraft.convert.card import reverted_card
 from regraft.convert.checkpoint import open_checkpoint
+from regraft.convert.convert import Output
 from regraft.convert.export import export_model, push
 from regraft.convert.load import DTYPES, fill
 from regraft.convert.plan import make_plan, model_config
@@ -21,36 +20,28 @@ from regraft.recipes.selector import resolve_layers
 
 def revert(
     student: str,
+    output: Output,
     *,
     layers: str,
     teacher: str,
-    out: Path | None,
-    dtype: str = "float32",
     revision: str | None = None,
     allow_pickle: bool = False,
-    dry_run: bool = False,
-    overwrite: bool = False,
-    push_to: str | None = None,
 ) -> None:
     """Write the student with the mixers of these layers taken from its teacher; all else stays the student's.
 
     Args:
         student: folder of a converted model.
+        output: where the result goes, and how.
         layers: indices, `every:N` or `last:N`.
         teacher: the model it was made from.
-        out: where the result goes.
-        dtype: number format of the result.
         revision: of the teacher.
         allow_pickle: read a teacher's `.bin` weights.
-        dry_run: print the plan, read no weights, write nothing.
-        overwrite: replace an existing `out`.
-        push_to: Hub repository that the finished folder is uploaded to.
 
     Raises:
         UserError: layers that are the teacher's already, or two models that do not belong together.
     """
     ours, theirs = open_checkpoint(student), open_checkpoint(teacher, revision, allow_pickle=allow_pickle)
-    config = model_config(ours, headers_only=dry_run)
+    config = model_config(ours, headers_only=output.dry_run)
     original = model_config(theirs, headers_only=True)
     if config.num_hidden_layers != original.num_hidden_layers:
         reason = f"has {original.num_hidden_layers} layers, {student} has {config.num_hidden_layers}."
@@ -63,27 +54,28 @@ def revert(
             raise UserError(f"layer {layer}", reason, f"choose among {', '.join(map(str, converted))}.")
     mixed = ours.with_tensors_of(theirs, tuple(f"model.layers.{i}.attn." for i in chosen))
     mixers = {i: original.mixers[i] for i in chosen}
-    plan = make_plan(mixed, with_mixers(config, mixers), DTYPES[dtype])
+    plan = make_plan(mixed, with_mixers(config, mixers), DTYPES[output.dtype])
     console = Console()
-    if dry_run or out is None:
+    if output.dry_run or output.out is None:
         plan.print(Console(width=max(console.width, 160)), mixed)
         return
-    refuse_existing(out, overwrite)
+    out = output.out
+    refuse_existing(out, output.overwrite)
     model = fill(mixed, plan)
     left = [i for i, m in enumerate(model.config.mixers) if m != original.mixers[i]]
     names, still = ", ".join(map(str, chosen)), ", ".join(map(str, left)) or "none"
     card = reverted_card(student=student, student_folder=ours.path, teacher=teacher, layers=names, left=still)
-    with atomic_directory(out, overwrite) as folder:
+    with atomic_directory(out, output.overwrite) as folder:
         export_model(model, folder, companions_from=ours.path)
         write_text(folder / "README.md", card)
-    note = "" if left else _distance(model, fill(theirs, make_plan(theirs, original, DTYPES[dtype])))
+    note = "" if left else _distance(model, fill(theirs, make_plan(theirs, original, DTYPES[output.dtype])))
     console.print(
         f"layers {names} of {student} are the teacher's again; still converted: {still}{note}\n"
         f"student: {out}",
         soft_wrap=True,
     )
-    if push_to is not None:
-        console.print(f"uploaded: {push(out, push_to)}", soft_wrap=True)
+    if output.push_to is not None:
+        console.print(f"uploaded: {push(out, output.push_to)}", soft_wrap=True)
 
 
 def _distance(model: RegraftForCausalLM, teacher: RegraftForCausalLM) -> str:

@@ -81,21 +81,21 @@ def _walk(
         elif models:
             path.append(step)
             field = models[0].model_fields.get(step)
-            models = _models_in(field.annotation, field.metadata) if field else models
+            models = models_in(field.annotation, field.metadata) if field else models
             tag_next = field is not None and any(
                 isinstance(m, Discriminator) and callable(m.discriminator) for m in field.metadata
             )
     return path, models[0] if models else None, field
 
 
-def _models_in(*annotations: Any) -> list[type[BaseModel]]:
+def models_in(*annotations: Any) -> list[type[BaseModel]]:
     """The models an annotation is made of."""
     found: list[type[BaseModel]] = []
     for annotation in annotations:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             found.append(annotation)
         else:
-            found += _models_in(*get_args(annotation))
+            found += models_in(*get_args(annotation))
     return found
 
 
@@ -104,7 +104,7 @@ def _homes(name: str, model: type[BaseModel], path: str = "", seen: tuple[type, 
     found = [f"{path}{name}"] if name in model.model_fields else []
     for key, field in model.model_fields.items():
         step = f"{path}{key}.N." if get_origin(field.annotation) is tuple else f"{path}{key}."
-        for inner in _models_in(field.annotation):
+        for inner in models_in(field.annotation):
             if inner not in seen:  # a mixture may hold mixtures
                 found += _homes(name, inner, step, (*seen, inner))
     return list(dict.fromkeys(found))
