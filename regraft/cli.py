@@ -420,6 +420,14 @@ def _add_probe(name: str, recipes: str, example: str, text: str) -> None:
             int,
             typer.Option(min=1, help="Runs at once, each in its own process.", rich_help_panel=RUNNING),
         ] = 1,
+        minutes: Annotated[
+            float | None,
+            typer.Option(
+                min=0,
+                help="Begin no run that would end later; sum up those that are done.",
+                rich_help_panel=RUNNING,
+            ),
+        ] = None,
         as_json: AsJson = False,
         overwrite: Overwrite = False,
     ) -> None:
@@ -432,6 +440,7 @@ def _add_probe(name: str, recipes: str, example: str, text: str) -> None:
             out=out,
             device=device,
             jobs=jobs,
+            minutes=minutes,
             as_json=as_json,
             overwrite=overwrite,
         )

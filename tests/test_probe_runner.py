@@ -12,7 +12,7 @@ from regraft.errors import UserError
 from regraft.probes import bandits
 from regraft.probes.backbone import decayed
 from regraft.probes.load import VERBS, load, shipped
-from regraft.probes.runner import Cell, probe_of, run_probe
+from regraft.probes.runner import Cell, _Clock, probe_of, run_probe
 
 torch.set_num_threads(1)
 SMALL = """\
@@ -161,3 +161,48 @@ def test_seeds_are_run_in_turn(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandits, "summary", lambda *_: {})
     run_probe(recipe(), None, shown=False)
     assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+
+
+TRAINED = """\
+probe: kernel
+mixers: [attention, delta_net]
+length: 6
+fit: 64
+held_out: 16
+seeds: [0, 1]
+train: {steps: 2, batch: 2}
+"""
+
+
+def test_a_sweep_cut_short_is_summed_up_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(TRAINED)
+    recipe, out = load("belief", file), tmp_path / "out"
+    with pytest.raises(UserError, match="before any run was done"):
+        run_probe(recipe, out, minutes=0, shown=False)
+    now = iter(range(0, 6000, 25))  # every look at the clock is 25 seconds later
+    monkeypatch.setattr("regraft.probes.runner.time.monotonic", lambda: next(now))
+    summary = run_probe(recipe, out, minutes=2, shown=False)
+    done = len(list((out / "cells").iterdir()))
+    assert 0 < done < 8 and summary["missing"] == 8 - done
+    text = (out / "result.md").read_text()
+    assert text.startswith(f"{8 - done} runs are missing.") and "(1 of 2 seeds)" in text
+    assert (out / "kernels.png").is_file()
+    monkeypatch.undo()
+    assert run_probe(recipe, out, minutes=0, shown=False) == summary
+    whole = run_probe(recipe, out, shown=False)
+    assert "missing" not in whole and whole == run_probe(recipe, None, shown=False)
+    assert "missing" not in (out / "result.md").read_text()
+
+
+def test_minutes_are_for_recipes_that_train(regraft) -> None:
+    code, _, error = regraft("probe", "collision", "--minutes", "1")
+    assert code == 2 and "--minutes" in error
+
+
+def test_no_cell_begins_that_would_end_late() -> None:
+    clock = _Clock(1.0)
+    assert clock.more()
+    clock.longest = 61.0
+    assert not clock.more()
+    assert _Clock(None).more() and not _Clock(0.0).more()

@@ -10,8 +10,7 @@ from typing import Any
 
 from regraft.errors import UserError
 from regraft.probes.load import load
-from regraft.probes.pool import probe_of
-from regraft.probes.runner import run_probe
+from regraft.probes.runner import markdown, run_probe
 from regraft.probes.schema import Sweep
 
 
@@ -25,6 +24,7 @@ def run_verb(
     jobs: int = 1,
     as_json: bool = False,
     overwrite: bool = False,
+    minutes: float | None = None,
 ) -> str:
     """Run a probe and return its tables, or JSON.
 
@@ -34,12 +34,21 @@ def run_verb(
     loaded: Any = load(verb, recipe, overrides)
     if isinstance(loaded, Sweep) and out is None:
         raise UserError("--out", "is needed: this recipe trains models.", "name a directory for its runs.")
+    if minutes is not None and not isinstance(loaded, Sweep):
+        raise UserError("--minutes", "is for recipes that train models.", "leave it out.")
     _check_device(device)
-    summary = run_probe(loaded, out, device=device, jobs=jobs, overwrite=overwrite, shown=sys.stderr.isatty())
+    summary = run_probe(
+        loaded,
+        out,
+        device=device,
+        jobs=jobs,
+        overwrite=overwrite,
+        shown=sys.stderr.isatty(),
+        minutes=minutes,
+    )
     if as_json:
         return json.dumps(summary, indent=2)
-    text: str = probe_of(loaded.probe).markdown(summary)
-    return text.rstrip()
+    return markdown(summary).rstrip()
 
 
 def _check_device(name: str) -> None:

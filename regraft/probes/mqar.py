@@ -21,7 +21,7 @@ from regraft.probes.mqar_data import TEST, TRAIN, VALIDATION, Asked, draw
 from regraft.probes.pool import Tick
 from regraft.probes.runner import Cell, Results
 from regraft.probes.schema import MixerSpec, Mqar, MqarTask, Training
-from regraft.probes.tables import spread, table, told
+from regraft.probes.tables import counted, spread, table, told
 from regraft.probes.train import train
 
 SHAPE = ("heads", "conv", "layers", "vocabulary", "chunk_size")
@@ -147,9 +147,12 @@ def summary(recipe: Mqar, cells: Sequence[Cell], results: Results) -> dict[str, 
                 if c.settings["task"] == task.model_dump(mode="json")
                 and c.settings["mixer"] == spec.model_dump(mode="json")
             ]
-            widths = [_best([p for p in of_mixer if p[0]["model"]["width"] == w], w) for w in recipe.widths]
-            mixers.append({"mixer": spec.label, "widths": widths})
-        tasks.append({"task": task.model_dump(mode="json"), "mixers": mixers})
+            by_width = ((w, [p for p in of_mixer if p[0]["model"]["width"] == w]) for w in recipe.widths)
+            widths = [_best(runs, w) for w, runs in by_width if runs]
+            if widths:
+                mixers.append({"mixer": spec.label, "widths": widths})
+        if mixers:
+            tasks.append({"task": task.model_dump(mode="json"), "mixers": mixers})
     return {"seeds": list(recipe.seeds), "rates": list(recipe.rates), "tasks": tasks}
 
 
@@ -188,7 +191,7 @@ def markdown(summary: dict[str, Any]) -> str:
         header += [f"T = {T}, n = {n}{_kind(k)}" for T, n in task["test"] for k in kinds]
         rows = [
             [
-                m["mixer"],
+                counted(m["mixer"], w["validation"], summary["seeds"]),
                 str(w["width"]),
                 f"{w['rate']:g}",
                 told(w["steps"], 0),

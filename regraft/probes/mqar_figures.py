@@ -12,7 +12,7 @@ from regraft.probes.plots import band, legend, save, styles
 
 def draw(summary: dict[str, Any], folder: Path) -> list[Path]:
     """`width.png` where there are several widths, `pairs.png`, and `updates.png` where keys are rewritten."""
-    widths = [w["width"] for w in summary["tasks"][0]["mixers"][0]["widths"]]
+    widths = sorted({w["width"] for t in summary["tasks"] for m in t["mixers"] for w in m["widths"]})
     files = [save(_pairs(summary), folder / "pairs.png")]
     if len(widths) > 1:
         files.append(save(_width(summary, widths), folder / "width.png"))
@@ -28,8 +28,9 @@ def _pairs(summary: dict[str, Any]) -> Figure:
     style = styles([m["mixer"] for m in tasks[0]["mixers"]])
     for axis, task in zip(axes, tasks, strict=False):
         sizes = [f"{n} in {T}" for T, n in task["task"]["test"]]
+        width = _largest(task)
         for m in task["mixers"]:
-            tests = [t["accuracy"] for t in m["widths"][-1]["tests"]]
+            tests = [t["accuracy"] for t in _tests(m, width)]
             x = [i for i, t in enumerate(tests) if t["mean"] is not None]
             band(axis, x, [tests[i] for i in x], style[m["mixer"]], m["mixer"])
         longest = max(n for _, n in task["task"]["train"])
@@ -37,11 +38,20 @@ def _pairs(summary: dict[str, Any]) -> Figure:
         axis.axvspan(-0.3, known - 0.5, color="black", alpha=0.06, linewidth=0)
         axis.set_xlim(-0.3, len(sizes) - 0.7)
         axis.set_xticks(range(len(sizes)), sizes, fontsize=8)
-        axis.set_title(
-            f"{task['task']['name']}, width {task['mixers'][0]['widths'][-1]['width']}", fontsize=9
-        )
+        axis.set_title(f"{task['task']['name']}, width {width}", fontsize=9)
         axis.set_xlabel("pairs in tokens (shaded: trained on)", fontsize=9)
     return _finished(figure, axes)
+
+
+def _largest(task: dict[str, Any]) -> int:
+    """The largest width that all mixers have, or any has."""
+    each = [{w["width"] for w in m["widths"]} for m in task["mixers"]]
+    return max(set.intersection(*each) or set.union(*each))
+
+
+def _tests(mixer: dict[str, Any], width: int) -> list[dict[str, Any]]:
+    """The tests of a mixer at a width, if it was run there."""
+    return next((w["tests"] for w in mixer["widths"] if w["width"] == width), [])
 
 
 def _width(summary: dict[str, Any], widths: list[int]) -> Figure:
@@ -90,7 +100,7 @@ def _updates(summary: dict[str, Any]) -> Figure:
         axis.plot((0, 1), (0, 1), color="black", linewidth=0.6, linestyle=":")
         for m in task["mixers"]:
             look = style[m["mixer"]]
-            tests = [t for t in m["widths"][-1]["tests"] if "updated" in t and "untouched" in t]
+            tests = [t for t in _tests(m, _largest(task)) if "updated" in t and "untouched" in t]
             x, y = ([t[key]["mean"] for t in tests] for key in ("untouched", "updated"))
             axis.plot(x, y, label=m["mixer"], **look._asdict())
             dx, dy = ([t[key]["deviation"] for t in tests] for key in ("untouched", "updated"))

@@ -9,7 +9,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
 
 Tick = Callable[[float], None]  # work done since the last call, in the unit of `Cell.work`
@@ -23,14 +23,22 @@ def probe_of(name: str) -> Any:
 
 
 def run_all(
-    probe: str, cells: Sequence[dict[str, Any]], device: str, jobs: int, tick: Tick
+    probe: str,
+    cells: Sequence[dict[str, Any]],
+    device: str,
+    jobs: int,
+    tick: Tick,
+    more: Callable[[], bool] = lambda: True,
 ) -> Iterator[tuple[int, dict[str, Any], float]]:
     """Run cells of a probe; yields index, result and seconds of each as it is done, in any order.
 
-    An interrupt or an error ends the other processes.
+    `more` is asked before each begins; those that are left where it says no are not run. An interrupt or an
+    error ends the other processes.
     """
     if jobs == 1 or len(cells) < 2:
         for index, settings in enumerate(cells):
+            if not more():
+                return
             yield index, *_timed(probe, settings, device, tick)
         return
     context = multiprocessing.get_context("spawn")  # a forked process cannot use a GPU
@@ -39,8 +47,13 @@ def run_all(
         threads = max(1, (os.cpu_count() or 1) // jobs)
         pool = ProcessPoolExecutor(jobs, context, _start, (ticks, threads))
         try:
-            waiting = {pool.submit(_work, probe, settings, device): i for i, settings in enumerate(cells)}
-            while waiting:
+            left = iter(enumerate(cells))
+            waiting: dict[Future[tuple[dict[str, Any], float]], int] = {}
+            while True:
+                while len(waiting) < jobs and more() and (following := next(left, None)) is not None:
+                    waiting[pool.submit(_work, probe, following[1], device)] = following[0]
+                if not waiting:
+                    break
                 done, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 _drain(ticks, tick)
                 for future in done:

@@ -20,7 +20,7 @@ from regraft.probes.recall_data import TEST, TRAIN, Recalled, collision_batch, r
 from regraft.probes.recall_rules import FixedAddress
 from regraft.probes.runner import Cell, Results
 from regraft.probes.schema import CollisionRecall, MixerSpec, RandomRecall, Recall, Training
-from regraft.probes.tables import spread, table, told
+from regraft.probes.tables import counted, spread, table, told
 from regraft.probes.train import train
 
 SHAPE = ("width", "layers", "heads", "key_width", "mlp", "chunk_size")
@@ -159,7 +159,10 @@ def summary(recipe: Recall, cells: Sequence[Cell], results: Results) -> dict[str
                 for c, r in zip(cells, results, strict=True)
                 if c.settings["task"] == name and c.settings["mixer"] == spec.model_dump(mode="json")
             ]
-            found[name]["mixers"].append({"mixer": spec.label, **_over_seeds(runs)})
+            if runs:
+                found[name]["mixers"].append({"mixer": spec.label, **_over_seeds(runs)})
+        if not found[name]["mixers"]:
+            del found[name]
     return found
 
 
@@ -187,7 +190,7 @@ def markdown(summary: dict[str, Any]) -> str:
             "",
         ]
         heads = [f"{t['flood']}, {_range(t['overlap'])}" for t in _columns(summary["collision"])]
-        lines += _rows(summary["collision"], ["mixer", "training loss", *heads])
+        lines += _rows(summary["collision"], ["mixer", "training loss", *heads], summary["seeds"])
     if "random" in summary:
         task, width = summary["random"]["task"], summary["width"]
         lines += [
@@ -197,7 +200,7 @@ def markdown(summary: dict[str, Any]) -> str:
             "",
         ]
         heads = [f"n = {t['writes']} ({t['writes'] / width:g} D)" for t in _columns(summary["random"])]
-        lines += _rows(summary["random"], ["mixer", "training loss", *heads])
+        lines += _rows(summary["random"], ["mixer", "training loss", *heads], summary["seeds"])
     return "\n".join(lines) + "\n"
 
 
@@ -210,11 +213,12 @@ def _range(overlap: Sequence[float]) -> str:
     return f"{low:g}" if low == high else f"{low:g}-{high:g}"
 
 
-def _rows(found: dict[str, Any], header: list[str]) -> list[str]:
-    return table(
-        header,
-        [[m["mixer"], told(m["loss"]), *(told(t["accuracy"]) for t in m["tests"])] for m in found["mixers"]],
-    )
+def _rows(found: dict[str, Any], header: list[str], seeds: Sequence[int]) -> list[str]:
+    rows = [
+        [counted(m["mixer"], m["loss"], seeds), told(m["loss"]), *(told(t["accuracy"]) for t in m["tests"])]
+        for m in found["mixers"]
+    ]
+    return table(header, rows)
 
 
 def figures(summary: dict[str, Any], folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ import json
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ def run_probe(
     jobs: int = 1,
     overwrite: bool = False,
     shown: bool = True,
+    minutes: float | None = None,
 ) -> dict[str, Any]:
     """Run what is missing of a recipe and write `recipe.yaml`, `cells/`, `result.json`, `result.md`, figures.
 
@@ -93,9 +95,11 @@ def run_probe(
         jobs: cells run at once, each in a process of its own.
         overwrite: replace the results of another recipe; cells that both have are kept.
         shown: show progress.
+        minutes: begin no cell that would end later than this, were it as long as the longest so far, and
+            sum up those that are done; 0 only sums up. None for all.
 
     Raises:
-        UserError: `out` holds something else, or a mixer cannot be built.
+        UserError: `out` holds something else, a mixer cannot be built, or nothing is done yet.
     """
     probe: Probe = probe_of(recipe.probe)
     cells = probe.cells(recipe)  # first: a mixer that cannot be built leaves nothing behind
@@ -105,19 +109,44 @@ def run_probe(
     # Seed by seed, so that a sweep cut short has something of everything.
     missing = sorted((c for c in cells if c.file not in results), key=lambda c: c.settings.get("seed", 0))
     with _progress(cells, missing, shown) as (tick, finished), _term_interrupts():
-        settings = [cell.settings for cell in missing]
-        for index, result, seconds in run_all(recipe.probe, settings, device, jobs, tick):
+        settings, clock = [cell.settings for cell in missing], _Clock(minutes)
+        for index, result, seconds in run_all(recipe.probe, settings, device, jobs, tick, clock.more):
             store.write(missing[index], result, seconds)
             results[missing[index].file] = result
+            clock.longest = max(clock.longest, seconds)
             finished()
+    done = [cell for cell in cells if cell.file in results]
+    if not done:
+        raise UserError("--minutes", "were over before any run was done.", "allow more.")
     # Through JSON, so that fresh and stored results read the same.
-    plain = [json.loads(json.dumps(results[cell.file])) for cell in cells]
-    summary = {"probe": recipe.probe, **probe.summary(recipe, cells, plain)}
+    plain = [json.loads(json.dumps(results[cell.file])) for cell in done]
+    summary = {"probe": recipe.probe, **probe.summary(recipe, done, plain)}
+    if len(done) < len(cells):
+        summary["missing"] = len(cells) - len(done)
     if out is not None:
         write_json(out / "result.json", summary)
-        write_text(out / "result.md", probe.markdown(summary))
+        write_text(out / "result.md", markdown(summary))
         probe.figures(summary, out)
     return summary
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """The tables of a summary, and how many runs they lack."""
+    text: str = probe_of(summary["probe"]).markdown(summary)
+    return f"{summary['missing']} runs are missing.\n\n{text}" if "missing" in summary else text
+
+
+class _Clock:
+    """Whether there is time for another cell."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self.minutes, self.start, self.longest = minutes, time.monotonic(), 0.0
+
+    def more(self) -> bool:
+        """Whether one that takes as long as the longest would end in time."""
+        if self.minutes is None:
+            return True
+        return time.monotonic() - self.start + self.longest < 60 * self.minutes
 
 
 class _Store:

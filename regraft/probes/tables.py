@@ -28,6 +28,12 @@ def told(found: dict[str, Any], digits: int = 3) -> str:
     return f"{text} ({lost} diverged)" if lost else text
 
 
+def counted(name: str, found: dict[str, Any], seeds: Sequence[int]) -> str:
+    """The name of a row, with the number of its runs where some of the seeds are missing."""
+    runs = len(found["values"])
+    return name if runs == len(seeds) else f"{name} ({runs} of {len(seeds)} seeds)"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table."""
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]

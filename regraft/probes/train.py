@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,9 @@ from regraft.probes.backbone import decayed
 from regraft.probes.pool import Tick
 from regraft.probes.schema import Training
 
-B = TypeVar("B")
+B = TypeVar("B", bound=tuple[Tensor, ...])
 LAST = 50  # updates whose mean loss is reported
+PLAIN = 3  # updates of each shape of batch before one is recorded
 
 
 def train(
@@ -24,46 +27,127 @@ def train(
     settings: Training,
     tick: Tick,
     done: Callable[[], bool] | None = None,
+    *,
+    graphs: bool = True,
 ) -> dict[str, Any]:
     """Train on `batch(step)`, step from 0; AdamW, clipped, with warm-up and schedule.
 
     Args:
         model: what is trained.
-        batch: the data of a step.
+        batch: the data of a step, tensors on the model's device.
         loss: of the model on a batch.
         settings: the recipe's.
         tick: told the share of the run that each step is.
         done: asked twenty times whether to stop early.
+        graphs: on a GPU, record the update of every shape of batch once and replay it. Not for models that
+            wait for the GPU inside.
 
     Returns:
         `steps` done, `loss`, the mean of the last updates, `losses`, means of twentieths of the run, and
         `diverged`. A run whose loss is no longer finite ends there, its losses None.
     """
-    matrices, rest = decayed(model)
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, settings))
+    device = next(model.parameters()).device
+    update = _Update(model, loss, settings, device, recorded=graphs and device.type == "cuda")
     seen: list[Tensor] = []
     model.train()
-    for step in range(settings.steps):
-        value = loss(model, batch(step))
-        optimizer.zero_grad(set_to_none=True)
-        value.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        rate.step()
-        seen.append(value.detach())
-        tick(1 / settings.steps)
-        if step % LAST == 0 and not math.isfinite(float(seen[-1])):
-            break
-        if done is not None and (step + 1) % max(1, settings.steps // 20) == 0 and done():
-            tick(1 - (step + 1) / settings.steps)
-            break
+    with _own_stream(device):
+        for step in range(settings.steps):
+            seen.append(update(batch(step), settings.lr * _factor(step, settings)))
+            tick(1 / settings.steps)
+            if step % LAST == 0 and not math.isfinite(float(seen[-1])):
+                break
+            if done is not None and (step + 1) % max(1, settings.steps // 20) == 0 and done():
+                tick(1 - (step + 1) / settings.steps)
+                break
     model.eval()
     return _told(torch.stack(seen).cpu())
+
+
+class _Update(Generic[B]):
+    """Updates of a model; where they are recorded, the fourth of each shape of batch as a CUDA graph.
+
+    An update of a small model is hundreds of short kernels, and launching them takes longer than they do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, B], Tensor],
+        settings: Training,
+        device: torch.device,
+        recorded: bool,
+    ) -> None:
+        matrices, rest = decayed(model)
+        groups = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": rest, "weight_decay": 0.0},
+        ]
+        # A tensor, so that a recorded update reads the rate of its step.
+        rate = torch.tensor(settings.lr, device=device) if recorded else settings.lr
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=rate, betas=settings.betas, fused=recorded or None, capturable=recorded
+        )
+        self.model, self.loss, self.clip, self.recorded = model, loss, settings.clip, recorded
+        self.calls: dict[tuple[torch.Size, ...], int] = {}
+        self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, B, Tensor]] = {}
+
+    def __call__(self, batch: B, rate: float) -> Tensor:
+        """Update once; the loss before it."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        if not self.recorded:
+            return self._run(batch)
+        shape = tuple(x.shape for x in batch)
+        self.calls[shape] = self.calls.get(shape, 0) + 1
+        if self.calls[shape] <= PLAIN or not (shape in self.graphs or self._record(shape, batch)):
+            return self._run(batch)
+        graph, held, value = self.graphs[shape]
+        for to, x in zip(held, batch, strict=True):
+            to.copy_(x)
+        graph.replay()
+        return value.clone()  # the graph writes to the same place every time
+
+    def _run(self, batch: B) -> Tensor:
+        value = self.loss(self.model, batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        value.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        return value.detach()
+
+    def _record(self, shape: tuple[torch.Size, ...], batch: B) -> bool:
+        """Record the update of a shape; a model that cannot be recorded is told once and runs as it is."""
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            with torch.cuda.graph(
+                graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ):
+                value = self._run(batch)
+        except RuntimeError as error:
+            self.recorded = False
+            self.optimizer.zero_grad(set_to_none=True)
+            warnings.warn(f"updates are not recorded as CUDA graphs: {error}", RuntimeWarning, stacklevel=4)
+            return False
+        self.graphs[shape] = (graph, batch, value)
+        return True
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU a stream of its own, as recording demands."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def _told(seen: Tensor) -> dict[str, Any]:
