@@ -469,7 +469,7 @@ _add_probe(
 )
 _add_probe(
     "mqar",
-    "small, medium, full",
+    "small, medium, widths, blocks, full",
     "--out mqar --jobs 2",
     "Layers learn to bind keys to values of one vocabulary, to overwrite some and to leave the others alone.",
 )

@@ -75,15 +75,13 @@ def model_of(settings: dict[str, Any]) -> Backbone:
 
 def run(settings: dict[str, Any], device: str, tick: Tick) -> dict[str, Any]:
     """Train one model, validate it, and test it at every size."""
-    task, seed = MqarTask.model_validate(settings["task"]), settings["seed"]
-    training, data = Training.model_validate(settings["train"]), settings["data"]
-    torch.manual_seed(seed)
+    task, data = MqarTask.model_validate(settings["task"]), settings["data"]
+    training = Training.model_validate(settings["train"])
+    torch.manual_seed(settings["seed"])
     model = model_of(settings).to(device)
 
     def batch(step: int) -> Asked:
-        size = task.train[step % len(task.train)]
-        drawn = draw(task, size, data["vocabulary"], data["filler"], training.batch, [TRAIN, seed, step])
-        return drawn.to(device)
+        return batch_of(settings, training.batch, step).to(device)
 
     def validated() -> float:
         each = -(-data["validation"] // len(task.train))
@@ -102,6 +100,14 @@ def run(settings: dict[str, Any], device: str, tick: Tick) -> dict[str, Any]:
     )
     validation = 0.0 if found["diverged"] else validated()
     return {"training": found, "parameters": parameters(model), "validation": validation, "tests": tests}
+
+
+def batch_of(settings: dict[str, Any], size: int, step: int) -> Asked:
+    """The training batch of one step of a cell: its size goes round those of the task."""
+    task, data = MqarTask.model_validate(settings["task"]), settings["data"]
+    sizes = task.train[step % len(task.train)]
+    seed = [TRAIN, settings["seed"], step]
+    return draw(task, sizes, data["vocabulary"], data["filler"], size, seed)
 
 
 def loss(model: nn.Module, batch: Asked) -> Tensor:

@@ -81,17 +81,21 @@ def model_of(settings: dict[str, Any]) -> Backbone:
 
 def run(settings: dict[str, Any], device: str, tick: Tick) -> dict[str, Any]:
     """Train one model and test it where it was trained and beyond."""
-    task, seed = _task(settings), settings["seed"]
-    training = Training.model_validate(settings["train"])
-    torch.manual_seed(seed)
+    task, training = _task(settings), Training.model_validate(settings["train"])
+    torch.manual_seed(settings["seed"])
     model = model_of(settings).to(device)
 
     def batch(step: int) -> Recalled:
-        return drawn(task, training.batch, settings["model"]["key_width"], seed, step).to(device)
+        return batch_of(settings, training.batch, step).to(device)
 
     found = train(model, batch, loss, training, tick)
     tests = [] if found["diverged"] else list(_tests(model, task, settings, device))
     return {"training": found, "parameters": parameters(model), "tests": tests}
+
+
+def batch_of(settings: dict[str, Any], size: int, step: int) -> Recalled:
+    """The training batch of one step of a cell."""
+    return drawn(_task(settings), size, settings["model"]["key_width"], settings["seed"], step)
 
 
 def drawn(task: CollisionRecall | RandomRecall, size: int, width: int, seed: int, step: int) -> Recalled:

@@ -1,0 +1,139 @@
+"""The trained probes at full size on one GPU, in one go, and everything that came out in one archive.
+
+    python scripts/bench/probes_gpu.py OUT --minutes 7
+    python scripts/bench/probes_gpu.py OUT --minutes 7 --resume OUT/probes.tar.xz
+
+Several recipes at once, each in processes of its own, since models this small leave most of a GPU idle.
+None begins a run that would end after its time, and what is finished is kept: a second call with the archive
+of the first goes on where that ended. Before that a few updates of every mixer, recorded as they will be,
+against the same updates on the CPU (`check.json`): where kernels are wrong or missing, a probe runs in torch
+operations.
+
+OUT gets `probes.tar.xz`: the folders of the probes (cells, tables, JSON, figures), `check.json` and the logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from regraft.probes.load import load
+from regraft.probes.pool import probe_of
+from regraft.probes.runner import Cell, no_tick
+from regraft.probes.schema import Training
+from regraft.probes.train import train
+
+ROOT = Path(__file__).parents[2]
+# Verb, recipe, processes: 15 of 16 cores.
+PLAN = (("recall", "full", 6), ("mqar", "widths", 4), ("mqar", "medium", 3), ("mqar", "blocks", 2))
+CHECKED = (("recall", "full"), ("mqar", "widths"))
+UPDATES, ROWS = 5, 4  # of the check: three of the same shape are plain, so the later ones are recorded
+TOLERANCE = 5e-3  # of the losses of the check
+TORCH = "chunk_size=128"  # the kernels have no such chunks, so the op takes torch operations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=7.0, help="of all, but the archive")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--resume", type=Path, help="archive of an earlier call")
+    parser.add_argument("--only", nargs="*", default=[], help="recipes such as recall-full")
+    args = parser.parse_args()
+    start, work = time.monotonic(), Path(tempfile.mkdtemp())
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.resume:
+        with tarfile.open(args.resume) as archive:
+            archive.extractall(work, filter="data")
+    plan = [p for p in PLAN if not args.only or f"{p[0]}-{p[1]}" in args.only]
+    found: dict[str, Any] = {verb: check(verb, recipe, args.device) for verb, recipe in CHECKED}
+    found["seconds"] = time.monotonic() - start
+    (work / "check.json").write_text(json.dumps(found, indent=1))
+    print(json.dumps(found, indent=1), flush=True)
+    running = []
+    for verb, recipe, jobs in plan:
+        left = args.minutes - (time.monotonic() - start) / 60
+        process = begin(verb, recipe, jobs, left, found[verb]["kernels"], args.device, work)
+        running.append((f"{verb}-{recipe}", process))
+    hard = start + 60 * args.minutes + 15
+    for name, process in running:
+        try:
+            process.wait(max(1.0, hard - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait(20)
+        cells = len(list((work / name / "cells").glob("*.json"))) if (work / name).is_dir() else 0
+        seconds = round(time.monotonic() - start)
+        print(f"{name}: {cells} runs after {seconds} s, exit {process.returncode}", flush=True)
+    for file in sorted(work.glob("*.log")):
+        print(f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-6:])[-1500:], flush=True)
+    with tarfile.open(args.out / "probes.tar.xz", "w:xz") as archive:
+        archive.add(work, ".")
+
+
+def begin(
+    verb: str, recipe: str, jobs: int, minutes: float, kernels: bool, device: str, work: Path
+) -> subprocess.Popen[bytes]:
+    """Start one recipe."""
+    name = f"{verb}-{recipe}"
+    command = [sys.executable, "-m", "regraft", "probe", verb, recipe, "--out", str(work / name)]
+    command += ["--overwrite", "--device", device, "--jobs", str(jobs)]
+    command += ["--minutes", f"{max(0.0, minutes):.2f}"]
+    command += [] if kernels else ["--set", TORCH]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with (work / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def check(verb: str, recipe: str, device: str) -> dict[str, Any]:
+    """A few updates of every mixer here and on the CPU: whether kernels may be used."""
+    rows = []
+    for cell in chosen(verb, recipe):
+        row: dict[str, Any] = {"cell": cell.name}
+        try:
+            there, here = losses(verb, cell, "cpu"), losses(verb, cell, device)
+            row["error"] = max(abs(a - b) / max(abs(a), 1e-6) for a, b in zip(here, there, strict=True))
+        except Exception as error:  # any failure means torch operations
+            row["error"] = None
+            row["said"] = "".join(traceback.format_exception(error))[-800:]
+        rows.append(row)
+    fine = all(r["error"] is not None and r["error"] < TOLERANCE for r in rows)
+    return {"kernels": fine, "mixers": rows}
+
+
+def chosen(verb: str, recipe: str) -> list[Cell]:
+    """A cell of every mixer at the narrowest width, and of the Bayesian Layer at all."""
+    cells: dict[tuple[str, int], Cell] = {}
+    for cell in probe_of(verb).cells(load(verb, recipe)):
+        mixer, width = cell.settings["mixer"]["name"] or "attention", cell.settings["model"]["width"]
+        if width == 64 or mixer == "Bayesian Layer":
+            cells.setdefault((mixer, width), cell)
+    return list(cells.values())
+
+
+def losses(verb: str, cell: Cell, device: str) -> list[float]:
+    """Of the first updates, all on one shape of batch."""
+    probe, s = probe_of(verb), cell.settings
+    torch.manual_seed(s["seed"])
+    model = probe.model_of(s).to(device)
+    training = Training.model_validate({**s["train"], "steps": UPDATES, "batch": ROWS, "warmup": 0.0})
+    batch = probe.batch_of(s, training.batch, 0).to(device)
+    found = train(model, lambda _: batch, probe.loss, training, no_tick)
+    return list(found["losses"])
+
+
+if __name__ == "__main__":
+    main()
