@@ -58,7 +58,7 @@ def test_training_is_adamw_by_hand() -> None:
         for p in model.parameters():
             p.grad *= min(1.0, 0.5 / (float(norm) + 1e-6))
         optimizer.step()
-        losses.append(float(value))
+        losses.append(float(value.detach()))
     assert found["steps"] == 40 and not found["diverged"]
     assert found["losses"] == pytest.approx([sum(losses[i : i + 2]) / 2 for i in range(0, 40, 2)], rel=1e-4)
     for mine, by_hand in zip(parameters, model.parameters(), strict=True):
