@@ -8,9 +8,13 @@ import os
 __version__ = "0.1.0"
 
 if "_REGRAFT_COMPLETE" not in os.environ:  # a shell asks for words to complete: seconds sooner without models
-    from transformers import AutoConfig, AutoModelForCausalLM
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-    from regraft.layers import RegraftConfig, RegraftForCausalLM
+        from regraft.layers import RegraftConfig, RegraftForCausalLM
+    except (ImportError, RuntimeError) as error:  # transformers makes either of what its neighbours raise
+        from regraft.doctor.known import why
 
+        raise ImportError(why(error)) from error
     AutoConfig.register(RegraftConfig.model_type, RegraftConfig)
     AutoModelForCausalLM.register(RegraftConfig, RegraftForCausalLM)

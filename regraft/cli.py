@@ -555,6 +555,25 @@ def recipes_schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
+@app.command(epilog="Example: regraft doctor --no-kernels", rich_help_panel=AROUND)
+def doctor(
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels/--no-kernels",
+            help="Compute a small problem in every way there is; a GPU compiles kernels for it.",
+            rich_help_panel=CHECKS,
+        ),
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Look at versions, GPU, kernels and disks, and say what does not go together; exit 2 if something."""
+    from regraft.doctor.command import doctor as examine
+
+    if not examine(kernels=kernels, as_json=as_json):
+        raise typer.Exit(UserError.exit_code)
+
+
 app.add_typer(recipes, name="recipes", rich_help_panel=AROUND)
 app.add_typer(probe, name="probe", rich_help_panel=LOOK)
 
