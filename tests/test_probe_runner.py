@@ -12,6 +12,7 @@ from regraft.errors import UserError
 from regraft.probes import bandits
 from regraft.probes.backbone import decayed
 from regraft.probes.load import VERBS, load, shipped
+from regraft.probes.pool import Gathered
 from regraft.probes.runner import Cell, _Clock, probe_of, run_probe
 
 torch.set_num_threads(1)
@@ -193,6 +194,18 @@ def test_a_sweep_cut_short_is_summed_up_and_goes_on(tmp_path: Path, monkeypatch:
     whole = run_probe(recipe, out, shown=False)
     assert "missing" not in whole and whole == run_probe(recipe, None, shown=False)
     assert "missing" not in (out / "result.md").read_text()
+
+
+def test_progress_is_handed_on_whole_and_rarely() -> None:
+    told: list[float] = []
+    often, rarely = Gathered(told.append, seconds=0.0), Gathered(told.append, seconds=60.0)
+    often(0.25)
+    assert told == [0.25]
+    for _ in range(4):
+        rarely(0.25)
+    assert told == [0.25]
+    rarely.hand_on()
+    assert told == [0.25, 1.0]
 
 
 def test_minutes_are_for_recipes_that_train(regraft) -> None:

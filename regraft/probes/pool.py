@@ -73,7 +73,30 @@ def _timed(probe: str, settings: dict[str, Any], device: str, tick: Tick) -> tup
 
 
 def _work(probe: str, settings: dict[str, Any], device: str) -> tuple[dict[str, Any], float]:
-    return _timed(probe, settings, device, _ticks.put)
+    gathered = Gathered(_ticks.put)
+    try:
+        return _timed(probe, settings, device, gathered)
+    finally:
+        gathered.hand_on()
+
+
+class Gathered:
+    """Progress handed on every `seconds` at most: a message between processes takes as long as a short step."""
+
+    def __init__(self, tick: Tick, seconds: float = 0.5) -> None:
+        self.tick, self.seconds = tick, seconds
+        self.total, self.last = 0.0, time.monotonic()
+
+    def __call__(self, amount: float) -> None:
+        """Take note of some work."""
+        self.total += amount
+        if time.monotonic() - self.last >= self.seconds:
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        """Tell all that was not told."""
+        self.tick(self.total)
+        self.total, self.last = 0.0, time.monotonic()
 
 
 def _start(ticks: Any, threads: int) -> None:
