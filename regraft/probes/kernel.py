@@ -22,7 +22,7 @@ from regraft.probes.schema import Kernel, MixerSpec, Training
 from regraft.probes.tables import counted, spread, table, told
 from regraft.probes.train import train
 
-SHAPE = ("width", "heads", "mlp", "conv", "chunk_size")
+SHAPE = ("width", "heads", "mlp", "conv", "init", "chunk_size")
 DATA = ("length", "fit", "held_out", "penalty")
 EACH = 512  # episodes predicted at once
 Pair = tuple[Tensor, Tensor]
@@ -48,14 +48,14 @@ def cells(recipe: Kernel) -> list[Cell]:
 
 
 def model_of(settings: dict[str, Any]) -> Backbone:
-    """The model of a cell, initialised from torch's generator as plain linear layers are.
+    """The model of a cell, initialised from torch's generator.
 
     Raises:
         UserError: a mixer that cannot be built, or heads that do not divide the width.
     """
     m, spec = settings["model"], MixerSpec.model_validate(settings["mixer"])
     width = m["width"]
-    std = (3 * width) ** -0.5  # of torch's own linear layers
+    std = m["init"] or (3 * width) ** -0.5
     config = mixer_config(
         spec, width, m["heads"], m["conv"], intermediate_size=max(1, m["mlp"]), initializer_range=std
     )

@@ -81,7 +81,7 @@ def _work(probe: str, settings: dict[str, Any], device: str) -> tuple[dict[str, 
 
 
 class Gathered:
-    """Progress handed on every `seconds` at most: a message between processes takes as long as a short step."""
+    """Progress handed on every `seconds` at most: a message between processes takes as long as a step."""
 
     def __init__(self, tick: Tick, seconds: float = 0.5) -> None:
         self.tick, self.seconds = tick, seconds

@@ -144,6 +144,8 @@ class Kernel(Sweep):
     """Width of the MLP; 0 for none."""
     conv: Count = 4
     """Taps of the mixers' short convolutions."""
+    init: Positive | None = None
+    """Standard deviation of the initial weights; that of torch's own linear layers, (3 width)^-1/2, if null."""
     fit: Count = 8192
     """Episodes that the kernel is fitted on."""
     held_out: Count = 8192

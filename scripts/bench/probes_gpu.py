@@ -38,7 +38,7 @@ from regraft.probes.train import train
 
 ROOT = Path(__file__).parents[2]
 # Verb, recipe, processes: 15 of 16 cores.
-PLAN = (("recall", "full", 6), ("mqar", "widths", 4), ("mqar", "medium", 3), ("mqar", "blocks", 2))
+PLAN = (("recall", "full", 9), ("mqar", "widths", 3), ("mqar", "medium", 2), ("mqar", "blocks", 1))
 CHECKED = (("recall", "full"), ("mqar", "widths"))
 UPDATES, ROWS = 5, 4  # of the check: three of the same shape are plain, so the later ones are recorded
 TOLERANCE = 5e-3  # of the losses of the check
