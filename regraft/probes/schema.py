@@ -145,7 +145,7 @@ class Kernel(Sweep):
     conv: Count = 4
     """Taps of the mixers' short convolutions."""
     init: Positive | None = None
-    """Standard deviation of the initial weights; that of torch's own linear layers, (3 width)^-1/2, if null."""
+    """Deviation of the initial weights; (3 width)^-1/2, that of torch's own linear layers, if null."""
     fit: Count = 8192
     """Episodes that the kernel is fitted on."""
     held_out: Count = 8192
