@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/demo
 
-.PHONY: demo test test-fast test-slow lint clean
+.PHONY: demo test test-fast test-slow test-transformers lint clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,13 @@ test-fast: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
+
+# What depends on transformers, with another version of it: make test-transformers TRANSFORMERS=5.20.0
+test-transformers: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(CURDIR)/build/transformers-$(TRANSFORMERS) transformers==$(TRANSFORMERS)
+	PYTHONPATH=$(CURDIR)/build/transformers-$(TRANSFORMERS) $(BIN)/python -m pytest \
+		tests/test_transformers.py tests/test_layers.py tests/test_convert_export.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
