@@ -97,7 +97,7 @@ def completed(regraft, monkeypatch):
         ("regraft convert embedded --to kdn", ["kdn-diagonal", "kdn-isotropic"]),
         ("regraft convert embedded --target 5=kdn", ["5=kdn-diagonal", "5=kdn-isotropic"]),
         ("regraft report run --set report.ni", ["report.niah."]),
-        ("regraft probe mqar ", ["small", "medium", "full"]),
+        ("regraft probe mqar sm", ["small"]),
         ("regraft control run --match f", ["flops"]),
     ],
 )
