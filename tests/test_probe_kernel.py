@@ -7,19 +7,33 @@ import torch
 
 from regraft.ops import kalman_delta_rule
 from regraft.probes.kernel import ridge, run
-from regraft.probes.kernel_data import DRIFT, FIT, HELD_OUT, START, TRAIN, bayes_kernel, draw
+from regraft.probes.kernel_data import FIT, HELD_OUT, TRAIN, bayes_kernel, draw, steady
 from regraft.probes.load import load
 from regraft.probes.runner import no_tick, probe_of
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(("regime", "prior", "process"), [("uniform", 1.0, 0.0), ("exponential", 0.1, DRIFT)])
-def test_the_filter_of_one_channel_is_the_bayes_estimate(regime: str, prior: float, process: float) -> None:
-    seen, target = (x.double() for x in draw(regime, 8, 40, HELD_OUT, 0, 0))
+@pytest.mark.parametrize(
+    ("regime", "persistence"), [("uniform", 1.0), ("exponential", 1.0), ("exponential", 0.95)]
+)
+def test_the_filter_of_one_channel_is_the_bayes_estimate(regime: str, persistence: float) -> None:
+    seen, target = (x.double() for x in draw(regime, 8, 40, HELD_OUT, 0, 0, persistence))
     one = torch.ones(8, 40, 1, dtype=torch.float64)
+    prior, process, decay = 1.0, 0.0, 0.0
+    if regime == "exponential":
+        gain, before, process = steady(persistence)
+        # The first step decays and adds noise too, so the prior is the steady posterior, g at unit noise.
+        prior, decay = gain, float(torch.tensor(persistence).double().log())
+        assert before == pytest.approx(persistence**2 * prior + process)
     o, _ = kalman_delta_rule(
-        one[..., None], one[..., None], seen[..., None, None], 0 * one, one, process * one, prior_var=prior
+        one[..., None],
+        one[..., None],
+        seen[..., None, None],
+        decay * one,
+        one,
+        process * one,
+        prior_var=prior,
     )
     torch.testing.assert_close(o[..., 0, 0], target, rtol=0, atol=1e-6)
 
@@ -32,7 +46,7 @@ def test_estimates_have_the_stated_power_and_residual(regime: str, power: float)
     innovation = seen[:, 1:] - target[:, :-1]
     assert abs(float((innovation * target[:, :-1]).mean())) < 0.02
     assert abs(float((innovation[:, 1:] * seen[:, 1:-1]).mean())) < 0.02
-    assert pytest.approx(1 / 9) == START
+    assert steady(1.0) == pytest.approx((0.1, 1 / 9, 1 / 90))
 
 
 @pytest.mark.parametrize("regime", ["uniform", "exponential"])

@@ -23,7 +23,7 @@ from regraft.probes.tables import counted, spread, table, told
 from regraft.probes.train import train
 
 SHAPE = ("width", "heads", "mlp", "conv", "init", "chunk_size")
-DATA = ("length", "fit", "held_out", "penalty")
+DATA = ("length", "persistence", "fit", "held_out", "penalty")
 EACH = 512  # episodes predicted at once
 Pair = tuple[Tensor, Tensor]
 
@@ -82,7 +82,7 @@ def run(settings: dict[str, Any], device: str, tick: Tick) -> dict[str, Any]:
     model = model_of(settings).to(device)
 
     def batch(step: int) -> Pair:
-        seen, target = draw(regime, training.batch, data["length"], TRAIN, seed, step)
+        seen, target = draw(regime, training.batch, data["length"], TRAIN, seed, step, data["persistence"])
         return seen.to(device), target.to(device)
 
     # Not recorded: heads this narrow have no kernels, and torch's Cholesky factor waits for the GPU.
@@ -112,13 +112,14 @@ def _measured(
         for index, start in enumerate(range(0, count, EACH)):
             some = min(EACH, count - start)
             # Held-out episodes are everyone's; those of the fit are shared by all mixers of a seed.
-            seen, target = draw(regime, some, data["length"], split, 0 if split == HELD_OUT else seed, index)
+            own = 0 if split == HELD_OUT else seed
+            seen, target = draw(regime, some, data["length"], split, own, index, data["persistence"])
             yield seen, target, predict(model, seen.to(device)).cpu()
 
     seen, target, said = (torch.cat(x).double() for x in zip(*last(HELD_OUT, data["held_out"]), strict=True))
     fit_seen, _, fit_said = (torch.cat(x).double() for x in zip(*last(FIT, data["fit"]), strict=True))
     kernel = ridge(fit_seen, fit_said[:, -1], data["penalty"])
-    exact = bayes_kernel(regime, data["length"])
+    exact = bayes_kernel(regime, data["length"], data["persistence"])
     residual = said[:, -1] - seen @ kernel
     return {
         "mse": float((said - target).square().mean()),
@@ -148,7 +149,7 @@ def summary(recipe: Kernel, cells: Sequence[Cell], results: Results) -> dict[str
             ]
             if runs:
                 mixers.append({"mixer": spec.label, **_over_seeds(runs)})
-        kernel = bayes_kernel(regime, recipe.length).tolist()
+        kernel = bayes_kernel(regime, recipe.length, recipe.persistence).tolist()
         regimes.append({"regime": regime, "kernel": kernel, "mixers": mixers})
     return {"seeds": list(recipe.seeds), "steps": recipe.train.steps, "regimes": regimes}
 

@@ -138,6 +138,8 @@ class Kernel(Sweep):
     regimes: Some[Literal["uniform", "exponential"]] = ("uniform", "exponential")
     length: Count = 128
     """Observations an episode."""
+    persistence: Annotated[float, Field(gt=0.9, le=1)] = 1.0
+    """Of the hidden number in `exponential`, what of it is left after a step; 1 is a random walk."""
     width: Count = 32
     heads: Count = 4
     mlp: Index = 64
