@@ -1,14 +1,14 @@
-# `make demo`: the main job on the embedded teacher. `make test`: every test. Both set up .venv first.
+# `make demo`: the main job on the embedded teacher. `make test`: every test. `make docs`: the site. All set up .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/demo
 
-.PHONY: demo test test-fast test-slow test-transformers lint clean
+.PHONY: demo test test-fast test-slow test-transformers lint docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lora]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lora,docs]'
 	touch $@
 
 demo: $(VENV)/.installed
@@ -34,6 +34,10 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# The site, in build/site; NO_MKDOCS_2_WARNING is about a version that is not used.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) runs build dist

@@ -1,0 +1,1 @@
+"""What the documentation site makes by itself: pages read off the code, and formulas as MathML."""
