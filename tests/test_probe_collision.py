@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from regraft.probes.collision_rules import (
     schedule,
     write_vectors,
 )
-from regraft.probes.load import load
 
 torch.set_num_threads(1)
 FLOOD = SETTING.flood_start
@@ -133,18 +131,3 @@ def test_the_verb_writes_tables_json_and_figures(regraft, tmp_path: Path) -> Non
     assert code == 0 and (out / "result.json").read_bytes() == before
     printed = json.loads(text)
     assert printed == json.loads(before) and markdown(printed) == (out / "result.md").read_text()
-
-
-def test_every_command_of_the_page_is_one(regraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "probes.md").read_text(encoding="utf-8")
-    commands = [shlex.split(line)[2:] for line in page.splitlines() if line.startswith("    regraft probe ")]
-    assert len(commands) >= 3
-    for words in commands:
-        overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
-        default = {"collision": "paper", "belief": "analytic"}.get(words[0], "small")
-        named = len(words) > 1 and not words[1].startswith("-")
-        if not (named and words[1].endswith(".yaml")):
-            assert load(words[0], words[1] if named else default, overrides)
-    monkeypatch.chdir(tmp_path)
-    for words in (c for c in commands if c[0] == "collision"):
-        assert regraft("probe", *words)[0] == 0, words
