@@ -208,6 +208,7 @@ def test_sweep_and_summary(tmp_path) -> None:
     widths = summary["tasks"][1]["mixers"][1]["widths"]
     assert [(w["width"], w["rate"]) for w in widths] == [(16, 2e-2), (32, 2e-2)]
     assert widths[0]["tests"][1]["accuracy"]["mean"] == 0.9
+    assert [(r["rate"], r["validation"]["mean"]) for r in widths[0]["tried"]] == [(1e-2, 0.2), (2e-2, 0.8)]
     assert "T = 24, n = 3, untouched" in probe.markdown(summary)
     assert {f.name for f in probe.figures(summary, tmp_path)} == {"width.png", "pairs.png", "updates.png"}
 

@@ -167,7 +167,8 @@ def _best(runs: list[tuple[dict[str, Any], dict[str, Any]]], width: int) -> dict
     by_rate: dict[float, list[dict[str, Any]]] = {}
     for settings, result in runs:
         by_rate.setdefault(settings["train"]["lr"], []).append(result)
-    rate = max(by_rate, key=lambda lr: statistics.fmean(r["validation"] for r in by_rate[lr]))
+    tried = {lr: spread([r["validation"] for r in by_rate[lr]]) for lr in sorted(by_rate)}
+    rate = max(tried, key=lambda lr: tried[lr]["mean"])
     chosen = by_rate[rate]
     tests: list[dict[str, Any]] = next((r["tests"] for r in chosen if r["tests"]), [])
     rows = []
@@ -182,24 +183,29 @@ def _best(runs: list[tuple[dict[str, Any], dict[str, Any]]], width: int) -> dict
         "rate": rate,
         "parameters": chosen[0]["parameters"],
         "steps": spread([float(r["training"]["steps"]) for r in chosen]),
-        "validation": spread([r["validation"] for r in chosen]),
+        "validation": tried[rate],
+        "tried": [{"rate": lr, "validation": found} for lr, found in tried.items()],
         "tests": rows,
     }
 
 
 def markdown(summary: dict[str, Any]) -> str:
     """One table a task."""
-    lines = [f"Accuracy, mean ± deviation of seeds {summary['seeds']}, best of rates {summary['rates']}."]
+    lines = [
+        f"Accuracy, mean ± deviation of seeds {summary['seeds']}, at the rate with the best validation of "
+        f"{summary['rates']}."
+    ]
     for found in summary["tasks"]:
         task = found["task"]
         kinds = ("accuracy", "updated", "untouched") if task["updated"] else ("accuracy",)
-        header = ["mixer", "width", "rate", "steps"]
+        header = ["mixer", "width", "rate", "validation by rate", "steps"]
         header += [f"T = {T}, n = {n}{_kind(k)}" for T, n in task["test"] for k in kinds]
         rows = [
             [
                 counted(m["mixer"], w["validation"], summary["seeds"]),
                 str(w["width"]),
                 f"{w['rate']:g}",
+                ", ".join(f"{r['rate']:g}: {r['validation']['mean']:.2f}" for r in w["tried"]),
                 told(w["steps"], 0),
                 *(told(t[k]) if k in t else "" for t in w["tests"] for k in kinds),
             ]
