@@ -6,6 +6,7 @@ Heavy imports happen inside the verbs. Exit codes: 0 done, 1 unexpected, 2 a mis
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -60,6 +61,11 @@ probe = typer.Typer(help="Run small experiments that show what an update rule do
 
 RESUMABLE = ("distill", "control")  # by --resume
 GO_ON = ("demo", "report", "probe")  # by themselves
+# Where nothing can be written, and what to do.
+NO_PLACE = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place that you may write to."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or choose another disk."),
+}
 
 
 def _print_version(asked: bool) -> None:
@@ -592,6 +598,9 @@ def main() -> None:
             _err(Text(_after_interrupt(arguments)))
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_PLACE:
+            place = Path(error.filename or ".").parent  # the file itself has a temporary name
+            _stop(error, [f"{error.strerror}.", f"fix: {NO_PLACE[error.errno]}"], 2, str(place))
         lines = [str(error), "" if "--debug" in arguments else "with --debug: where it happened"]
         _stop(error, lines, 1, type(error).__name__)
 

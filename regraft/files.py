@@ -49,18 +49,25 @@ def refuse_existing(path: str | Path, overwrite: bool = False) -> None:
     """Check that a directory may be written: for verbs that work long before they write.
 
     Raises:
-        UserError: `path` is a file, or a non-empty directory without `overwrite`.
+        UserError: `path` is a file, a non-empty directory without `overwrite`, or lies where nothing may be
+            written.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(path, "is a file, not a directory.", "choose another output directory.")
     if path.is_dir() and not overwrite and any(path.iterdir()):
         raise UserError(path, "exists and is not empty.", "choose another directory, or pass --overwrite.")
+    if not os.access(parent := _parent(path.resolve()), os.W_OK | os.X_OK):
+        raise UserError(path, f"cannot be made: {parent} may not be written to.", "choose another place.")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file at once: readers see the old text or the new, also after a crash."""
+    """Write a UTF-8 file at once: readers see the old text or the new, also after a crash.
+
+    Missing parents are made with it.
+    """
     path = Path(path).resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(path, "tmp")
     try:
         temporary.write_text(text, encoding="utf-8", newline="\n")
@@ -128,9 +135,13 @@ def _swap(new: Path, path: Path, overwrite: bool) -> None:
 
 
 def _beside(path: Path, kind: str) -> Path:
-    """A free hidden name on the file system of `path`: in its nearest existing parent."""
-    parent = next(p for p in path.parents if p.is_dir())
-    return parent / f".{path.name}.{kind}-{uuid.uuid4().hex[:8]}"
+    """A free hidden name on the file system of `path`."""
+    return _parent(path) / f".{path.name}.{kind}-{uuid.uuid4().hex[:8]}"
+
+
+def _parent(path: Path) -> Path:
+    """The nearest directory above that exists."""
+    return next(p for p in path.parents if p.is_dir())
 
 
 def _sync(path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import runpy
 import sys
 
@@ -62,6 +64,7 @@ def test_a_copy_keeps_comments_and_what_is_there(regraft, tmp_path, monkeypatch)
         (["recipes", "validate", "demo", "--set", "seeed=3"], "seeed: unknown key; did you mean `seed`?"),
         (["recipes", "validate", "dmo"], "did you mean `demo`?"),
         (["recipes", "show", "none.yaml"], "no such recipe or file"),
+        (["report"], "name a run, or models by --model"),
         (["distill", "demo", "--out", "x", "--set", "phases.9.lr=1"], "the list has no item '9'"),
         (["convert", "embedded", "--layers", "1"], "--out: is missing"),
         (["convert", "embedded"], "--layers"),
@@ -79,6 +82,20 @@ def test_a_failed_verification_exits_with_3(regraft, distilling) -> None:
     distilling(VerificationError("logits differ by 0.1 [tolerance 1e-4]"))
     code, _, err = regraft("distill", "demo", "--out", "x")
     assert (code, "logits differ by 0.1 [tolerance 1e-4]" in err) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.EACCES, "that you may write to"),
+        (errno.EROFS, "that you may write to"),
+        (errno.ENOSPC, "make room"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_a_mistake_to_mend(regraft, distilling, number, fix) -> None:
+    distilling(OSError(number, os.strerror(number), "/there/.run.tmp-1234"))
+    code, _, err = regraft("distill", "demo", "--out", "x")
+    assert (code, f"error /there: {os.strerror(number)}." in err, fix in err) == (2, True, True)
 
 
 def test_tracebacks_only_with_debug(regraft, distilling) -> None:

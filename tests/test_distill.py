@@ -133,6 +133,13 @@ def test_broken_text_files_are_named(tmp_path, teacher_folder, name, content, me
         RowStream(data, load_tokenizer(str(teacher_folder))).take(1)
 
 
+def test_a_mistake_in_the_data_shows_before_a_run_directory_is_made(tmp_path, teacher_folder) -> None:
+    recipe = make_recipe(teacher_folder, "data.source={kind: text, path: nothing.txt}")
+    with pytest.raises(UserError, match="no such file"):
+        distill(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_schedules(recipe):
     stage = phase_stages(recipe)[0]
     assert stage.tokens == 384 and stage.next_step(0) == (2, 384)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 
 import pytest
 
 from regraft.errors import UserError
-from regraft.files import atomic_directory, hash_directory, sha256_file, write_json, write_text
+from regraft.files import (
+    atomic_directory,
+    hash_directory,
+    refuse_existing,
+    sha256_file,
+    write_json,
+    write_text,
+)
 from regraft.recipes import dump_recipe, load_recipe, resolve_layers, shipped
 from regraft.recipes.load import parse_recipe
 from regraft.recipes.schema import Evidence, json_schema
@@ -296,6 +304,19 @@ def test_a_directory_appears_whole(tmp_path) -> None:
         assert not (tmp_path / "a").exists()
     assert (tmp_path / "a" / "b" / "sub" / "f").read_text() == "1"
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_place_that_may_not_be_written_to_is_refused_before_any_work(tmp_path, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)) or False)
+    with pytest.raises(UserError, match="may not be written to"):
+        refuse_existing(tmp_path / "new" / "deep")
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def test_a_file_makes_its_folders(tmp_path) -> None:
+    write_text(tmp_path / "new" / "deep" / "f", "1")
+    assert (tmp_path / "new" / "deep" / "f").read_text() == "1"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

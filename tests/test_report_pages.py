@@ -240,7 +240,7 @@ def test_any_number_of_models_and_one_baseline(run, tmp_path):
         ({"models": ["a"]}, "NAME=MODEL"),
         ({"models": [f"a={export}", f"a={export}"]}, "is taken"),
         ({"models": [f"a={export}"], "baseline": "c"}, "is no model"),
-        ({"models": []}, "none given"),
+        ({"models": []}, "RUN: is missing"),
     ):
         with pytest.raises(UserError, match=message):
             report_run(None, out=tmp_path / "x", overrides=fewer, **mistake)

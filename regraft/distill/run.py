@@ -126,6 +126,8 @@ def _begin(
 ) -> None:
     """Convert and verify, or take over a parent's student; then make the run directory in one piece."""
     refuse_existing(out, overwrite)
+    # A mistake in the data shows before anything is written; the tokens made here are kept.
+    RowStream(recipe.data, load_tokenizer(recipe.teacher.model, revision=recipe.teacher.revision))
     phases = chosen_phases(recipe, phase, start)
     origin = {**_origin(recipe), "kind": "distill", "phases": phases, "parent": None}
     if start is not None:

@@ -44,7 +44,7 @@ def recipe_text(name_or_path: str | Path) -> str:
     path = shipped().get(str(name_or_path), Path(name_or_path))
     if not path.is_file():
         hint = nearest(name_or_path, shipped())
-        raise UserError(name_or_path, "no such recipe or file.", f"{hint} `regraft recipes ls` lists them.")
+        raise UserError(name_or_path, "no such recipe or file.", f"{hint} (`regraft recipes ls`)")
     return read_text(path)
 
 

@@ -22,7 +22,8 @@ def resolve_layers(selector: Sequence[int] | str, n_layers: int) -> tuple[int, .
     Raises:
         UserError: nothing selected, or an index that is out of range, negative or given twice.
     """
-    where, valid = f"layers {selector!r}", f"choose from 0 to {n_layers - 1}."
+    written = repr(selector) if isinstance(selector, str) else ", ".join(map(str, selector))
+    where, valid = f"layers {written}", f"choose from 0 to {n_layers - 1}."
     parts = _expand(selector, n_layers) if isinstance(selector, str) else selector
     layers = [_integer(part, where) for part in parts]
     if not layers:

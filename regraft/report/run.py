@@ -67,6 +67,8 @@ def report_run(
         UserError: the run is not finished, a name is unknown, or the report exists.
     """
     console = wide_console()
+    if run is None and not models:
+        raise UserError("RUN", "is missing.", "name a run, or models by --model NAME=MODEL.")
     if out is None:
         if run is None:
             raise UserError("--out", "is missing.", "name the report's directory, or give a run.")
@@ -123,8 +125,6 @@ def _places(run: Path | None, recipe: Recipe, models: Sequence[str]) -> dict[str
             reason = "is taken." if name in places else "is not of the form NAME=MODEL."
             raise UserError(f"--model {entry}", reason, "write --model mine=runs/mine/export.")
         places[name] = place
-    if not places:
-        raise UserError("models", "none given.", "give a run, or --model NAME=MODEL.")
     return places
 
 
