@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -66,9 +67,6 @@ def _panels(command: Any) -> dict[str, list[Any]]:
 
 def _row(parameter: Any, context: typer.Context) -> str:
     """Name and help as `--help` has them; a default stands in the help's brackets."""
-    name, text = parameter.get_help_record(context)
-    return f"| `{_cell(name)}` | {_cell(text)} |"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\|")
+    name, text = (" ".join(part.split()) for part in parameter.get_help_record(context))
+    code = html.escape(name).replace("|", "&#124;")  # a backslash would show inside code
+    return f"| <code>{code}</code> | {text.replace('|', chr(92) + '|')} |"

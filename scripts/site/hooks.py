@@ -22,5 +22,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Turn formulas into MathML, which browsers draw without fonts or scripts of ours."""
-    return with_mathml(html)
+    """Turn formulas into MathML, which browsers draw by themselves; one colon before a block of a docstring."""
+    return with_mathml(html).replace("::</p>", ":</p>")
