@@ -20,8 +20,12 @@ _TEACHER = (
     "data.source={kind: builtin}",
     "data.seq_len=128",
 )
-_RUN = (*_TEACHER, *(f"phases.{i}.{key}=256" for i in (0, 1) for key in ("tokens", "batch_tokens")))
-_DOCUMENTS = ("report.niah.lengths=[256]", "report.niah.tasks=[niah_single_2]", "report.perplexity=null")
+_DOCUMENTS = (
+    "report.niah={lengths: [256], tasks: [niah_single_2], samples: 1}",
+    "report.perplexity=null",
+)
+_STEPS = tuple(f"phases.{i}.{key}=256" for i in (0, 1) for key in ("tokens", "batch_tokens"))
+_RUN = (*_TEACHER, *_STEPS, *_DOCUMENTS)
 _TRAINED = ("width=16", "heads=2", "mlp=16")
 _ONE_STEP = ("train.steps=1", "train.batch=4", "seeds=[0]")
 _RECALL = (
@@ -56,6 +60,7 @@ NOT_RUN = {
     "make test": "this is it",
     "make docs": "test_the_site_builds_without_a_warning",
     "make lint": "the second half of CI",
+    "regraft doctor": "what it finds is up to the machine; tests/test_doctor.py",
     "pip install": "changes the environment; its extras are looked up",
     "torchrun": _TWO_PROCESSES,
     "accelerate launch": _TWO_PROCESSES,
@@ -93,10 +98,10 @@ def smaller(words: list[str]) -> list[str]:
     if words[0] == "python":
         return [*words, *_SCRIPTS.get(words[1], "").split()]
     verb, rest = words[1], words[2:]
-    if verb == "distill" or words[1:3] == ["recipes", "validate"]:
+    if verb in ("distill", "demo") or words[1:3] == ["recipes", "validate"]:
         return [*words, *_sets(*_RUN)]
     if verb == "report":
-        return [*words, "--limit", "1", *_sets(*_DOCUMENTS)]
+        return [*words, *_sets(*_DOCUMENTS)]
     if verb == "scan":
         return [*words, "--samples", "1", "--length", "128"]
     if verb == "verify":

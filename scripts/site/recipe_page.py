@@ -11,7 +11,7 @@ from regraft.recipes.schema import json_schema
 HEAD = """# Recipe keys
 
 Every key of a recipe with its type, default and meaning, as `regraft recipes schema` has them. Keys without a
-default are required. Unknown keys are errors. `K`, `M` and `B` mean thousand, million and 10^9.
+default are required. Unknown keys are errors. `K`, `M` and `B` mean thousand, million and billion.
 """
 BOUNDS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
 
