@@ -1,26 +1,23 @@
-"""README and docs keep their word: commands and Python run, links and names resolve, the site builds."""
+"""README and docs name only what is there: commands, options, recipe keys, files, links, messages."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import runpy
-import subprocess
 import sys
-from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import doc_pages
 import pytest
 import typer
-from doc_commands import NOT_RUN, smaller, why_not, with_stand_ins
+import yaml
+from doc_commands import NOT_RUN, with_stand_ins
 from doc_pages import (
     LANGUAGES,
     PAGES,
     ROOT,
-    Block,
     all_blocks,
     all_commands,
     anchors,
@@ -29,37 +26,21 @@ from doc_pages import (
     links,
     name_of,
 )
-from folders import edit_tensors, write_teacher
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from regraft import __version__ as regraft_version
 from regraft import cli
-from regraft.layers import MIXERS
+from regraft.errors import UserError
 from regraft.probes.load import load as load_probe
 from regraft.recipes import load_recipe, shipped
 from regraft.recipes.load import tree_of, validated
 from regraft.recipes.schema import Recipe
 
-PROGRAMS = (
-    "regraft",
-    "python",
-    "make",
-    "pip",
-    "torchrun",
-    "accelerate",
-    "lm_eval",
-    "scripts/replicate/offline.sh",
-)
-# Pages whose commands need what those of another page have made.
-AFTER = {"docs/howto/evaluate-any-model.md": "README.md", "docs/evaluation.md": "README.md"}
+PROGRAMS = "regraft python make pip torchrun accelerate lm_eval scripts/replicate/offline.sh".split()
 RECIPE_KEY = re.compile(rf"({'|'.join(Recipe.model_fields)})(\.(\w+))+")
-GENERATED = (
-    "reference/cli.md",
-    "reference/recipe.md",
-    "reference/versions.md",
+GENERATED = [f"reference/{name}.md" for name in ("cli", "recipe", "versions")] + [
     "contributing.md",
     "changelog.md",
-)
+]
 by_name = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
@@ -75,10 +56,12 @@ def test_every_block_of_code_says_what_it_is(page: Path) -> None:
 
 
 def test_every_command_is_of_a_program_that_is_looked_at() -> None:
-    commands = all_commands()
-    assert len(commands) > 60
-    for block, words in commands:
+    for block, words in all_commands():
         assert words[0] in PROGRAMS, block.place
+
+
+def test_the_pages_are_found() -> None:
+    assert len(PAGES) > 20 and len(all_commands()) > 60
 
 
 def test_nothing_is_excused_that_the_pages_do_not_have() -> None:
@@ -237,135 +220,54 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
             assert part.strip() in source, message
 
 
-# Running it
+def test_pages_about_the_house_name_every_room_and_the_version_that_is_cited() -> None:
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rooms = {folder.name for folder in (ROOT / "regraft").iterdir() if (folder / "__init__.py").is_file()}
+    assert all(f"  {room}/" in design for room in rooms)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["version"] == regraft_version
 
 
-class Workplace:
-    """One folder in which the commands and Python of all pages run; what has run once is not run again."""
-
-    def __init__(self, folder: Path, regraft: Callable[..., tuple[int, str, str]]) -> None:
-        self.folder, self.regraft = folder, regraft
-        self.done: set[str] = set()
-        self.pages: set[str] = set()
-
-    def read(self, page: Path) -> None:
-        """Do what a page says, from top to bottom, after the page that it builds on."""
-        name = name_of(page)
-        if name in self.pages:
-            return
-        if name in AFTER:
-            self.read(ROOT / AFTER[name])
-        self.pages.add(name)
-        names: dict[str, Any] = {"__name__": name}
-        for block in blocks(page):
-            if block.language == "sh":
-                for words in block.commands():
-                    self.run(words, block)
-            elif block.language == "python":
-                exec(compile("\n" * block.line + block.text, name, "exec"), names)
-
-    def run(self, words: list[str], block: Block) -> None:
-        """Run a command in small, once."""
-        if why_not(words) is not None:
-            return
-        words = smaller(words)
-        if " ".join(words) in self.done:
-            return
-        self.done.add(" ".join(words))
-        if words[0] == "python":
-            self.script(words[1:], block)
-            return
-        if self.taken(words):  # by another page
-            words.append("--overwrite")
-        code, _, error = self.regraft(*words[1:])
-        assert code == 0, f"{block.place}: {' '.join(words)}\n{error}"
-
-    def taken(self, words: list[str]) -> bool:
-        """Whether a command would stop at what another one has written."""
-        if words[1] == "demo" or {"--overwrite", "--resume"} & set(words):
-            return False
-        if words[1:3] == ["recipes", "copy"]:
-            return (self.folder / words[-1]).is_file()
-        return "--out" in words and (self.folder / words[words.index("--out") + 1]).is_dir()
-
-    def script(self, words: list[str], block: Block) -> None:
-        """Run a script in this process."""
-        before = sys.argv
-        sys.argv = words
-        try:
-            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-        except SystemExit as stop:
-            assert not stop.code, f"{block.place}: {' '.join(words)}"
-        finally:
-            sys.argv = before
+WRONG_AND_RIGHT = [
+    ("test_every_block_of_code_says", "    regraft scan embedded", "```sh\nregraft scan embedded\n```"),
+    ("test_every_block_of_code_says", "```text\nregraft scan embedded\n```", "```text\nlayer 0\n```"),
+    ("test_options_of_every", "$ regraft scan embedded --sample 1", "$ regraft scan embedded --samples 1"),
+    ("test_options_of_every", "$ regraft verify student", "$ regraft verify student --teacher embedded"),
+    ("test_options_of_every", "$ regraft distill demo --out x --set sed=1",
+     "$ regraft distill demo --out x --set seed=1"),
+    ("test_options_of_every", "$ torchrun -m regraft distil demo --out x",
+     "$ torchrun -m regraft distill demo --out x"),
+    ("test_options_of_every", "$ regraft probe mqar small --set wide=1",
+     "$ regraft probe mqar small --set chunk_size=1"),
+    ("test_scripts_exist", "$ python -m scripts.teacher --texts x", "$ python -m scripts.teacher --text x"),
+    ("test_scripts_exist", "$ python -m scripts.teachers --out x", "$ python -m scripts.teacher --out x"),
+    ("test_targets_of_make", "$ make domo", "$ make demo"),
+    ("test_targets_of_make", "$ pip install 'regraft[loras]'", "$ pip install 'regraft[lora]'"),
+    ("test_every_command_is_of_a_program", "$ curl example.org", "$ X=1 chrt -r 10 python x.py"),
+    ("test_every_piece_of_a_recipe", "```yaml\nengine: {students: sharded}\n```",
+     "```yaml\nengine: {student: sharded}\n```"),
+    ("test_links_and_anchors", "[x](nowhere.md)", "[x](filter.md)"),
+    ("test_links_and_anchors", "[x](filter.md#no-such-heading)", "[x](filter.md#the-filter)"),
+    ("test_files_commands_and_recipe", "`scripts/none.py`", "`scripts/teacher/train.py`"),
+    ("test_files_commands_and_recipe", "`regraft skan`", "`regraft scan`"),
+    ("test_files_commands_and_recipe", "`--no-such-option`", "`--noise-groups`"),
+    ("test_files_commands_and_recipe", "`phases.N.micro_batches`", "`phases.N.micro_batch`"),
+]  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def workplace_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages take for granted: some text, a layer of one's own, a model that is not ours."""
-    folder = tmp_path_factory.mktemp("docs")
-    text = "The rain went on all day.\n\n" * 400
-    (folder / "book.txt").write_text(text)
-    (folder / "mine.py").write_text(
-        "from regraft.layers import GatedDeltaNet\n\n\nclass Layer(GatedDeltaNet):\n"
-        "    def add_design(self, config, taps=4):\n        super().add_design(config)\n"
-    )
-    config = LlamaConfig(
-        vocab_size=8192, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=1, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "llama")
-    write_teacher(folder / "teacher", tokenizer=True, num_hidden_layers=24)
-    edit_tensors(folder / "teacher", calm)
-    for file in (folder / "teacher").glob("tokenizer*"):
-        (folder / "llama" / file.name).write_bytes(file.read_bytes())
-    return folder
-
-
-def calm(tensors: dict[str, Tensor]) -> None:
-    """Blocks that add little, so that 24 of random weights do not blow rounding up."""
-    for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.mul_(0.1)
-
-
-_PLACES: dict[Path, Workplace] = {}
-
-
-@pytest.mark.slow
-@by_name
-def test_every_command_and_all_python_of_a_page_runs(
-    page: Path, workplace_folder: Path, regraft: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("test", "wrong", "right"), WRONG_AND_RIGHT)
+def test_a_wrong_page_is_found(
+    test: str, wrong: str, right: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(workplace_folder)
-    monkeypatch.syspath_prepend(str(workplace_folder))
-    monkeypatch.setenv("REGRAFT_CACHE", str(workplace_folder / "cache"))
-    place = _PLACES.setdefault(workplace_folder, Workplace(workplace_folder, regraft))
-    place.regraft = regraft
-    kinds = dict(MIXERS)
-    try:
-        place.read(page)
-    finally:
-        MIXERS.clear()  # a page adds a mixer of its own
-        MIXERS.update(kinds)
-
-
-# The site
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="the docs extra is not installed")
-def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr.strip(), done.stderr
-    pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) >= len(PAGES)
-    for page in pages:
-        html = page.read_text(encoding="utf-8")
-        fetched = re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(?:https?:)?//([^\"]*)", html)
-        assert not fetched, f"{page.name} loads {fetched}"
-        assert "arithmatex" not in html, f"{page.name}: a formula was left as it is"
-    assert (tmp_path / "filter.html").read_text(encoding="utf-8").count("<math") > 40
-    assert "--noise-groups" in (tmp_path / "reference" / "cli.html").read_text(encoding="utf-8")
+    (tmp_path / "filter.md").write_text("# The filter\n")
+    page = tmp_path / "page.md"
+    for module in (doc_pages, sys.modules[__name__]):
+        monkeypatch.setattr(module, "name_of", lambda path: path.name)
+    monkeypatch.setattr(doc_pages, "PAGES", [page])
+    (function,) = (f for name, f in globals().items() if name.startswith(test))
+    arguments = [page] if "page" in function.__code__.co_varnames[: function.__code__.co_argcount] else []
+    for text in (wrong, right):
+        page.write_text(re.sub(r"^\$ (.*)", r"```sh\n\1\n```", text) + "\n")
+        with pytest.raises((AssertionError, UserError)) if text is wrong else nullcontext():
+            function(*arguments)
