@@ -35,12 +35,11 @@ from regraft.recipes import load_recipe, shipped
 from regraft.recipes.load import tree_of, validated
 from regraft.recipes.schema import Recipe
 
-PROGRAMS = "regraft python make pip torchrun accelerate lm_eval scripts/replicate/offline.sh".split()
+PROGRAMS = {"regraft", "python", "make", "pip", "torchrun", "accelerate", "lm_eval"}
+PROGRAMS.add("scripts/replicate/offline.sh")
 RECIPE_KEY = re.compile(rf"({'|'.join(Recipe.model_fields)})(\.(\w+))+")
-GENERATED = [f"reference/{name}.md" for name in ("cli", "recipe", "versions")] + [
-    "contributing.md",
-    "changelog.md",
-]
+GENERATED = {f"reference/{name}.md" for name in ("cli", "recipe", "versions")}
+GENERATED |= {"contributing.md", "changelog.md"}
 by_name = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
