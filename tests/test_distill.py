@@ -181,9 +181,13 @@ def test_evidence_arrives_at_its_end_and_learned_evidence_moves(tmp_path):
 
 def test_a_run_refuses_another_recipe_and_a_directory_in_use(tmp_path, recipe, teacher_folder):
     distill(recipe, tmp_path / "run")
-    with pytest.raises(UserError, match="not empty"):
+    with pytest.raises(UserError, match=r"holds a run.*--resume"):
         distill(recipe, tmp_path / "run")
-    with pytest.raises(UserError, match=r"recipe\.yaml"):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine").touch()
+    with pytest.raises(UserError, match="not empty"):
+        distill(recipe, tmp_path / "other")
+    with pytest.raises(UserError, match=r"recipe\.yaml.*: phases\.0\.lr is 0\.01 there and 0\.0001 here\."):
         distill(make_recipe(teacher_folder, "phases.0.lr=1e-4"), tmp_path / "run", resume=True)
     with pytest.raises(UserError, match="no run directory"):
         control(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -9,9 +10,9 @@ from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from regraft.convert.checkpoint import Checkpoint, open_checkpoint
-from regraft.convert.plan import Entry, Plan, make_plan, model_config
+from regraft.convert.plan import TEACHER_TYPE, Entry, Plan, make_plan, model_config
 from regraft.errors import UserError
-from regraft.layers import RegraftForCausalLM
+from regraft.layers import RegraftConfig, RegraftForCausalLM
 from regraft.layers.mixers import Mixer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,9 +44,17 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None) -> PreTrai
     """
     path = model if isinstance(model, Path) else open_checkpoint(model, revision).path
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, **_known_config(path))
     except (OSError, ValueError) as error:
         raise UserError(path, f"has no tokenizer that loads: {error}.", "add its tokenizer files.") from error
+
+
+def _known_config(path: Path) -> dict[str, RegraftConfig]:
+    """A config in place of a teacher's, whose type transformers does not know and warns about; it names no
+    tokenizer either way."""
+    file = path / "config.json"
+    teacher = file.is_file() and json.loads(file.read_bytes()).get("model_type") == TEACHER_TYPE
+    return {"config": RegraftConfig()} if teacher else {}
 
 
 @torch.no_grad()

@@ -125,7 +125,7 @@ def _begin(
     recipe: Recipe, out: Path, overwrite: bool, console: Console, phase: str | None, start: Path | None
 ) -> None:
     """Convert and verify, or take over a parent's student; then make the run directory in one piece."""
-    refuse_existing(out, overwrite)
+    _refuse_run(out, overwrite)
     # A mistake in the data shows before anything is written; the tokens made here are kept.
     RowStream(recipe.data, load_tokenizer(recipe.teacher.model, revision=recipe.teacher.revision))
     phases = chosen_phases(recipe, phase, start)
@@ -171,6 +171,7 @@ def _begin_control(
     """Make the control's directory in one piece."""
     if "finished" not in parent:
         raise UserError(out.parent, "is not finished.", "bring it to its end with --resume.")
+    _refuse_run(out, overwrite)
     phases = [*(parent["parent"] or {}).get("phases", ()), *parent["phases"]]
     tokens = None
     if match == "flops":
@@ -325,12 +326,33 @@ def _origin(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def _refuse_run(out: Path, overwrite: bool) -> None:
+    """A run that is there is gone on with, or replaced, on request only."""
+    if not overwrite and (out / MANIFEST).is_file():
+        fix = "go on with --resume, begin anew with --overwrite, or choose another directory."
+        raise UserError(out, "holds a run.", fix)
+    refuse_existing(out, overwrite)
+
+
 def _same_recipe(recipe: Recipe, out: Path) -> None:
     """A run resumes with the recipe it began with."""
-    if dump_recipe(recipe) != (out / RECIPE).read_text(encoding="utf-8"):
-        raise UserError(
-            out / RECIPE, "differs from the recipe given.", "resume with the run's own recipe.yaml."
-        )
+    begun = load_recipe(out / RECIPE)
+    if begun != recipe:
+        there, given = (_leaves(each.model_dump(mode="json")) for each in (begun, recipe))
+        keys = [key for key in there | given if there.get(key) != given.get(key)]
+        first = f"{keys[0]} is {there.get(keys[0])} there and {given.get(keys[0])} here"
+        more = f", and {len(keys) - 1} more" if len(keys) > 1 else ""
+        fix = f"go on with {out / RECIPE}, or begin another run in another directory."
+        raise UserError(out / RECIPE, f"differs from the recipe given: {first}{more}.", fix)
+
+
+def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    """Values of a tree of dicts and lists by the paths that `--set` takes."""
+    if not isinstance(tree, dict | list) or not tree:
+        return {path: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    below = (_leaves(value, f"{path}.{key}" if path else str(key)) for key, value in items)
+    return {key: value for leaves in below for key, value in leaves.items()}
 
 
 def _device_name() -> str:
