@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from contextlib import nullcontext
 from itertools import pairwise
@@ -170,6 +171,8 @@ def test_files_commands_and_recipe_keys_in_the_text_exist(page: Path) -> None:
             check_regraft([word for word in code.split()[1:] if word != "…"], place, whole=False)
         elif re.fullmatch(r"--[a-z-]+", code):
             assert code in known_options(), place
+        elif re.match(rf"--set \"?({'|'.join(Recipe.model_fields)})\.", code):
+            load_recipe("demo", shlex.split(code)[1:])
         elif RECIPE_KEY.fullmatch(code) and not code.endswith((".html", ".json")):
             assert has_key(Recipe.model_json_schema(), code.split(".")), place
 
@@ -251,6 +254,7 @@ WRONG_AND_RIGHT = [
     ("test_files_commands_and_recipe", "`scripts/none.py`", "`scripts/teacher/train.py`"),
     ("test_files_commands_and_recipe", "`regraft skan`", "`regraft scan`"),
     ("test_files_commands_and_recipe", "`--no-such-option`", "`--noise-groups`"),
+    ("test_files_commands_and_recipe", "`--set phases.0.rate=1`", "`--set phases.0.lr=1`"),
     ("test_files_commands_and_recipe", "`phases.N.micro_batches`", "`phases.N.micro_batch`"),
 ]  # fmt: skip
 
