@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from regraft.distill.data import RowStream
 from regraft.distill.stage import control_stages, phase_stages
 from regraft.distill.trainable import parameter_groups, trainable_names
 from regraft.errors import UserError
-from regraft.recipes.load import parse_recipe
+from regraft.recipes.load import dump_recipe, parse_recipe
 from regraft.recipes.schema import Data, Evidence
 
 
@@ -167,6 +168,15 @@ def test_the_control_moves_the_same_layers_and_nothing_else(tmp_path, recipe):
     trained = dict(load_model(str(tmp_path / "run" / "control" / "export")).named_parameters())
     moved = {name for name, p in trained.items() if not torch.equal(p, teacher[name])}
     assert moved and all(n.startswith(("model.layers.1.attn.", "model.layers.2.attn.")) for n in moved)
+    cards = [(tmp_path / "run" / name / "export" / "README.md").read_text() for name in (".", "control")]
+    for card, title, mixer in zip(cards, ("distilled", "control"), ("bayesian", "gated_delta"), strict=True):
+        assert f"{title}\n\n`{teacher_name(recipe)}`" in card and f"| 2 | {mixer}" in card
+        assert "768 tokens in" in card and found[0]["data_sha256"] in card
+        assert dump_recipe(recipe) == card.split("```yaml\n")[1].split("```")[0]
+
+
+def teacher_name(recipe):
+    return Path(recipe.teacher.model).name
 
 
 def test_evidence_arrives_at_its_end_and_learned_evidence_moves(tmp_path):

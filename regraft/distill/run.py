@@ -14,6 +14,7 @@ from rich.console import Console
 
 import regraft
 from regraft.convert import export_model, load_model, load_tokenizer, make_student, open_checkpoint
+from regraft.convert.card import trained_card
 from regraft.convert.convert import cast_model, write_student
 from regraft.convert.load import DTYPES
 from regraft.distill.adapters import add_adapters, merge_adapters
@@ -269,11 +270,8 @@ def _finish(
     student.cpu()
     merge_adapters(student)
     cast_model(student, DTYPES[recipe.teacher.dtype])
-    with atomic_directory(out / EXPORT, overwrite=True) as folder:
-        source = open_checkpoint(recipe.teacher.model, recipe.teacher.revision).path
-        digest = export_model(student.eval(), folder, companions_from=source)
+    manifest = read_manifest(out)
     finished = {
-        "export_sha256": digest,
         "data_sha256": done.data_sha256,
         "data": stream.state(),
         "tokens": done.tokens,
@@ -283,7 +281,21 @@ def _finish(
         "device": _device_name(),
         **cost,
     }
-    write_json(out / MANIFEST, {**read_manifest(out), "finished": finished})
+    source = open_checkpoint(recipe.teacher.model, recipe.teacher.revision).path
+    with atomic_directory(out / EXPORT, overwrite=True) as folder:
+        finished["export_sha256"] = export_model(student.eval(), folder, companions_from=source)
+        card = trained_card(
+            teacher=recipe.teacher.model,
+            teacher_folder=source,
+            recipe=dump_recipe(recipe),
+            mixers={i: student.config.mixers[i] for i in manifest["layers"]},
+            num_layers=student.config.num_hidden_layers,
+            control=manifest["kind"] == "control",
+            facts=manifest | finished,
+            version=regraft.__version__,
+        )
+        write_text(folder / "README.md", card)
+    write_json(out / MANIFEST, {**manifest, "finished": finished})
 
 
 def _summary(done: Progressed, ledger: dict[str, Any], out: Path) -> str:
