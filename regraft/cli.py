@@ -35,6 +35,7 @@ from regraft.cli_options import (
     ModelName,
     Overrides,
     Overwrite,
+    ProbeOverrides,
     RecipeName,
     Resumable,
     Resume,
@@ -233,7 +234,7 @@ def verify(
     allow_pickle: AllowPickle = False,
     tolerance: Tolerance = None,
     length: Annotated[
-        int, typer.Option(min=1, help="Tokens of the longest sequence.", rich_help_panel=CHECKS)
+        int, typer.Option(help="Tokens of the longest sequence, at least 193.", rich_help_panel=CHECKS)
     ] = 1025,
     device: Device = "cpu",
     kernels: Annotated[
@@ -414,7 +415,7 @@ def _add_probe(name: str, recipes: str, example: str, text: str) -> None:
     @probe.command(name, help=text, epilog=f"Example: regraft probe {name} {example}")
     def verb(
         recipe: str = shipped,
-        set_: Overrides = None,
+        set_: ProbeOverrides = None,
         out: Annotated[
             Path | None,
             typer.Option(

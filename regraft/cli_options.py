@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from regraft.recipes import Recipe, shipped
 from regraft.recipes.problems import models_in
@@ -102,16 +103,21 @@ ModelName = Annotated[
     ),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory made by `regraft distill`.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
+
+
+def _overrides_option(example: str, complete: Callable[[str], list[str]] | None) -> OptionInfo:
+    option: OptionInfo = typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change one key of the recipe, such as phases.0.lr=1e-3; repeatable.",
-        autocompletion=complete_override,
+        help=f"Change one key of the recipe, such as {example}; repeatable.",
+        autocompletion=complete,
         rich_help_panel=RECIPE,
-    ),
-]
+    )
+    return option
+
+
+Overrides = Annotated[list[str] | None, _overrides_option("phases.0.lr=1e-3", complete_override)]
+ProbeOverrides = Annotated[list[str] | None, _overrides_option("seeds=[0,1]", None)]
 Overwrite = Annotated[
     bool,
     typer.Option(

@@ -193,6 +193,8 @@ def test_a_run_refuses_another_recipe_and_a_directory_in_use(tmp_path, recipe, t
     distill(recipe, tmp_path / "run")
     with pytest.raises(UserError, match=r"holds a run.*--resume"):
         distill(recipe, tmp_path / "run")
+    with pytest.raises(UserError, match=f"give {tmp_path / 'run' / 'export'}"):
+        load_model(str(tmp_path / "run"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine").touch()
     with pytest.raises(UserError, match="not empty"):

@@ -75,7 +75,9 @@ def open_checkpoint(model: str, revision: str | None = None, *, allow_pickle: bo
     path = _locate(model, revision, allow_pickle)
     config_file = path / "config.json"
     if not config_file.is_file():
-        raise UserError(path, "has no config.json.", "give the folder of a Hugging Face checkpoint.")
+        export = path / "export"  # of a run directory
+        fix = f"give {export}." if export.is_dir() else "give the folder of a Hugging Face checkpoint."
+        raise UserError(path, "has no config.json.", fix)
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -92,7 +94,8 @@ def _locate(model: str, revision: str | None, allow_pickle: bool) -> Path:
             raise UserError("revision", f"{model} is a folder and has none.", "leave it out.")
         return path
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise UserError(model, "is not a folder.", f"give a checkpoint folder, a Hub id or `{EMBEDDED}`.")
+        fix = f"give a checkpoint folder, a Hub id such as OWNER/NAME, or `{EMBEDDED}`."
+        raise UserError(model, "is not a folder.", fix)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
