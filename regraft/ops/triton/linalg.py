@@ -26,83 +26,65 @@ def accumulate(between, w):
 
 
 @triton.jit
-def ldl16(A):
-    """`A [16,16]` symmetric positive definite = `L diag(d) Lᵀ`: `L⁻¹` and d, by elimination.
+def ldl16(A, X, pivots, width: tl.constexpr):
+    """`A [16,16]` symmetric positive definite = `L diag(d) Lᵀ` by elimination; all three are addresses.
 
-    Columns are taken apart: as vectors of 16 they live in every warp, so that no step waits for another warp.
+    `L⁻¹` goes to X and d to `pivots`. Columns are vectors of 16, which live in every warp, so that no step
+    waits for another warp. Of row j only what is right of the diagonal changes in A, only what is left of it
+    in `L⁻¹`.
     """
     i = tl.arange(0, 16)
-    halves = [A]
-    for level in tl.static_range(4):
-        finer = []
-        for x in tl.static_range(1 << level):
-            even, odd = tl.split(tl.reshape(halves[x], [16, 8 >> level, 2]))
-            finer = finer + [even, odd]  # noqa: RUF005  (a kernel has no starred lists)
-        halves = finer
     a, x = [], []
     for column in tl.static_range(16):
-        # halving by even and odd columns, four times over, leaves them in the order of their reversed bits
-        a = a + [  # noqa: RUF005
-            tl.reshape(halves[(column & 1) * 8 + (column & 2) * 2 + (column & 4) // 2 + column // 8], [16])
-        ]
-        x = x + [tl.where(i == column, 1.0, 0.0)]  # noqa: RUF005
+        a = a + [tl.load(A + i * width + column)]  # noqa: RUF005  (a kernel has no starred lists)
     d = tl.zeros([16], tl.float32)
-    for j in range(16):
+    for j in tl.static_range(16):
         here = tl.full([16], j, tl.int32)
-        row = tl.zeros([16], tl.float32)  # of what is left, which is symmetric: also column j
-        new_a, new_x = [], []
-        for column in tl.static_range(16):
-            new_a = new_a + [tl.gather(a[column], here, 0)]  # noqa: RUF005
-            new_x = new_x + [tl.gather(x[column], here, 0)]  # noqa: RUF005
-            row = tl.where(i == column, new_a[column], row)
+        row = a[j]  # of what is left, which is symmetric: also row j
         factor = tl.where(i > j, row / tl.gather(row, here, 0), 0.0)
         d = tl.where(i == j, row, d)
         next_a, next_x = [], []
         for column in tl.static_range(16):
-            next_a = next_a + [a[column] - factor * new_a[column]]  # noqa: RUF005
-            next_x = next_x + [x[column] - factor * new_x[column]]  # noqa: RUF005
-        a, x = next_a, next_x
-    halves = []
-    for place in tl.static_range(16):
-        halves = halves + [  # noqa: RUF005
-            tl.reshape(x[(place & 1) * 8 + (place & 2) * 2 + (place & 4) // 2 + place // 8], [16, 1])
-        ]
-    for level in tl.static_range(4):
-        coarser = []
-        for pair in tl.static_range(8 >> level):
-            joined = tl.join(halves[2 * pair], halves[2 * pair + 1])
-            coarser = coarser + [tl.reshape(joined, [16, 2 << level])]  # noqa: RUF005
-        halves = coarser
-    return halves[0], d
+            if column > j:
+                next_a = next_a + [a[column] - factor * tl.gather(a[column], here, 0)]  # noqa: RUF005
+            else:
+                next_a = next_a + [a[column]]  # noqa: RUF005
+            if column < j:
+                next_x = next_x + [x[column] - factor * tl.gather(x[column], here, 0)]  # noqa: RUF005
+        a, x = next_a, next_x + [tl.where(i == j, 1.0, 0.0) - factor]  # noqa: RUF005
+    for column in tl.static_range(16):
+        tl.store(X + i * 16 + column, x[column])
+    tl.store(pivots + i, d)
 
 
 @triton.jit
-def ldl(A, C: tl.constexpr, PRECISION: tl.constexpr):
+def ldl(A, work, C: tl.constexpr, PRECISION: tl.constexpr):
     """`A [C,C]` symmetric positive definite = `L diag(d) Lᵀ`, L unit lower triangular: `L⁻¹` and d.
 
     By blocks of 16 rows: what eliminates a block from the rows below is applied to A and to the identity
-    beside it, which becomes `L⁻¹`. A loop, so that its code stays in the instruction cache. C divides by
-    16.
+    beside it, which becomes `L⁻¹`. `work` is memory of `C (2 C + 1) + 256` numbers, of this program alone:
+    a block is taken out of a matrix by way of it, cheaper than by masks and sums across warps. C divides by 16.
     """
-    if C == 16:
-        return ldl16(A)
     N: tl.constexpr = C // 16
-    i = tl.arange(0, C)
+    i, j, wide = tl.arange(0, C), tl.arange(0, 16), tl.arange(0, 2 * C)
     eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     AX = tl.reshape(tl.permute(tl.join(A, eye), (0, 2, 1)), [C, 2 * C])
-    place = tl.arange(0, N)[:, None, None]
-    d = tl.zeros([C], tl.float32)
+    pivots, small = work + 2 * C * C, work + 2 * C * C + C
+    at = work + i[:, None] * (2 * C) + wide[None, :]
     for n in range(N):
-        rows = tl.sum(tl.where(place == n, tl.reshape(AX, [N, 16, 2 * C]), 0.0), 0)
-        here = tl.arange(0, 2 * N)[None, :, None] == n
-        X, pivots = ldl16(tl.sum(tl.where(here, tl.reshape(rows, [16, 2 * N, 16]), 0.0), 1))
-        columns = tl.sum(tl.where(here, tl.reshape(AX, [C, 2 * N, 16]), 0.0), 1)
-        below = tl.dot(columns, tl.trans(X), input_precision=PRECISION) / pivots[None, :]
+        tl.store(at, AX, mask=(i // 16 == n)[:, None])
+        tl.debug_barrier()
+        block = work + n * (32 * C)
+        ldl16(block + 16 * n, small, pivots + 16 * n, 2 * C)
+        tl.debug_barrier()
+        X = tl.load(small + j[:, None] * 16 + j[None, :])
+        rows = tl.dot(X, tl.load(block + j[:, None] * (2 * C) + wide[None, :]), input_precision=PRECISION)
+        tl.debug_barrier()
+        tl.store(block + j[:, None] * (2 * C) + wide[None, :], rows)
+        tl.debug_barrier()
+        # of a symmetric matrix the columns are the rows
+        d = tl.load(pivots + 16 * n + j)
+        below = tl.load(block + j[None, :] * (2 * C) + i[:, None]) * (1.0 / d)[None, :]
         below = tl.where((i >= 16 * n + 16)[:, None], below, 0.0)
-        rows = tl.dot(X, rows, input_precision=PRECISION)
-        spread = tl.reshape(tl.broadcast_to(rows[None, :, :], [N, 16, 2 * C]), [C, 2 * C])
-        AX = tl.where((i // 16 == n)[:, None], spread, AX)
-        AX -= tl.dot(below, rows, input_precision=PRECISION)
-        d = tl.where(i // 16 == n, tl.reshape(tl.broadcast_to(pivots[None, :], [N, 16]), [C]), d)
-    _, X = tl.split(tl.permute(tl.reshape(AX, [C, 2, C]), (0, 2, 1)))
-    return X, d
+        AX -= tl.dot(below, tl.load(block + j[:, None] * (2 * C) + wide[None, :]), input_precision=PRECISION)
+    return tl.load(work + i[:, None] * (2 * C) + C + i[None, :]), tl.load(pivots + i)
