@@ -2,7 +2,9 @@
 
 Inputs bfloat16, V = D. `fla` is `chunk_gated_delta_rule` on the same shapes, `mesa` is `chunk_mesa_net`. A
 time is the median of CUDA events over repeated calls; `peak` what a forward and backward pass needs above its
-inputs. Prints a table and writes JSON to --out.
+inputs, `held` what lies there between the two. `again` is `dense` under activation checkpointing: the covariances
+at chunk boundaries are not kept but computed again. After `dense` comes a line with what bounds it, see
+`floors`. Prints a table and writes JSON to --out.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
+from torch.utils.checkpoint import checkpoint
 
 from regraft.ops import kalman_delta_rule
 
 # B, T, H, D
 SHAPES = {
     "main": [(8, 4096, 4, 256), (32, 4096, 4, 256), (8, 4096, 8, 128), (8, 4096, 16, 64)],
-    "length": [(32, 1024, 4, 256), (8, 4096, 4, 256), (2, 16384, 4, 256), (1, 32768, 4, 256)],
-    "heads": [(1, 4096, 4, 256), (4, 4096, 4, 256), (16, 4096, 4, 256)],
+    "length": [(64, 1024, 4, 256), (16, 4096, 4, 256), (4, 16384, 4, 256), (1, 65536, 4, 256)],
+    "heads": [(1, 4096, 4, 256), (2, 4096, 4, 256), (4, 4096, 4, 256), (16, 4096, 4, 256)],
 }
+PEAK = 989e12  # FLOP/s in bfloat16 of an H200, dense; half of that in TF32
+BANDWIDTH = 4.3e12  # bytes/s that a copy on an H200 moves, read and written
 
 
 def make(B: int, T: int, H: int, D: int) -> dict[str, torch.Tensor]:
@@ -62,6 +67,11 @@ def measure(
     do = torch.randn_like(out)
     del out
 
+    held = -torch.cuda.memory_allocated()
+    out = forward(leaves)
+    held += torch.cuda.memory_allocated()
+    del out
+
     def both() -> None:
         forward(leaves).backward(do)
         for t in leaves.values():
@@ -74,12 +84,47 @@ def measure(
     both()
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return {"forward": alone, "both": time_of(both), "peak_mib": peak}
+    return {"forward": alone, "both": time_of(both), "peak_mib": peak, "held_mib": held / 2**20}
+
+
+def floors(B: int, T: int, H: int, D: int, C: int = 64) -> dict[str, float]:
+    """Milliseconds that arithmetic and memory alone take for the dense filter, forward and both, V = D.
+
+    Products are weighted by what they cost in bfloat16 products: three for keys in that format, two for one
+    in TF32, six for three. Bytes are inputs, outputs and what is kept for the gradient, each moved once:
+    write vectors, R and U of every token, covariance and memory at every chunk's entry.
+    """
+    chunks, wide, small = B * H * T / C, 2 * C * D * D, 2 * C * C * D
+    forward = 3 * (wide + small) + 6 * (wide + 2 * small) + 6 * 4 * C**3
+    backward = 2 * (4 * wide + 11 * small)
+    memory = 3 * wide + 5 * small
+    vectors, entries = B * H * T * D, chunks * D * D
+    moved = vectors * (4 * 2 + 2)
+    kept = vectors * (2 + 2 * 4) + 2 * entries * 4
+    gradient = vectors * 2 * (4 + 4)
+    return {
+        "gflop": 1e-9 * chunks * (forward + backward + 3 * memory),
+        "gbyte": 1e-9 * (moved + 2 * kept + gradient),
+        "forward": 1e3 * max(chunks * (forward + memory) / PEAK, moved / BANDWIDTH),
+        "both_by_arithmetic": 1e3 * chunks * (forward + backward + 3 * memory) / PEAK,
+        "both_by_memory": 1e3 * (moved + 2 * kept + gradient) / BANDWIDTH,
+    }
 
 
 def ours(**settings: Any) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     arguments: dict[str, Any] = {"check": False, **settings}
     return lambda x: kalman_delta_rule(**x, **arguments)[0]  # type: ignore[arg-type]
+
+
+def again(x: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The dense filter, what its gradient needs computed again."""
+    if not x["q"].requires_grad:
+        return ours(backend="triton")(x)
+    out: torch.Tensor = checkpoint(
+        lambda *tensors: ours(backend="triton")(dict(zip(x, tensors, strict=True))),
+        *x.values(), use_reentrant=False,
+    )  # fmt: skip
+    return out
 
 
 def fla_gdn(x: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -101,7 +146,7 @@ def fla_mesa(x: dict[str, torch.Tensor]) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", default="main,length,heads")
-    parser.add_argument("--calls", default="fla,mesa,dense,tf32,isotropic,diagonal,reset,chunk")
+    parser.add_argument("--calls", default="fla,mesa,dense,again,tf32,isotropic,diagonal,reset,chunk")
     parser.add_argument("--shapes", type=int, default=99, help="at most so many of each group")
     parser.add_argument("--out", type=Path, default=Path("gpu_ops.json"))
     options = parser.parse_args()
@@ -109,6 +154,7 @@ def main() -> None:
         "fla": fla_gdn,
         "mesa": fla_mesa,
         "dense": ours(backend="triton"),
+        "again": again,
         "tf32": ours(backend="triton", precision="tf32"),
         "isotropic": ours(backend="triton", covariance="isotropic", evidence=16.0),
         "diagonal": ours(backend="triton", covariance="diagonal", evidence=16.0),
@@ -135,14 +181,24 @@ def main() -> None:
                     continue
                 base = base or found
                 row = {"group": group, "B": B, "T": T, "H": H, "D": D, "call": name, **found}
+                if name == "dense":
+                    row |= {"floors": floors(B, T, H, D)}
                 rows.append(row)
                 print(
                     f"B{B:3d} T{T:6d} H{H:3d} D{D:4d} {name:10s} forward {found['forward']:8.2f} ms "
                     f"({found['forward'] / base['forward']:5.2f}x)  both {found['both']:8.2f} ms "
-                    f"({found['both'] / base['both']:5.2f}x)  peak {found['peak_mib']:8.0f} MiB"
+                    f"({found['both'] / base['both']:5.2f}x)  peak {found['peak_mib']:6.0f} held {found['held_mib']:6.0f} MiB"
                     f"   [{time.perf_counter() - began:.0f} s]",
                     flush=True,
                 )
+                if name == "dense":
+                    bound = floors(B, T, H, D)
+                    over = found["both"] / max(bound["both_by_arithmetic"], bound["both_by_memory"])
+                    print(
+                        f"    bfloat16 {bound['gflop']:.0f} GFLOP: {bound['both_by_arithmetic']:.2f} ms; "
+                        f"{bound['gbyte']:.2f} GB: {bound['both_by_memory']:.2f} ms; taken {over:.1f} times that",
+                        flush=True,
+                    )
             options.out.write_text(json.dumps(rows, indent=1))
 
 

@@ -38,7 +38,8 @@ def dense_gains(
         evidence: `[H]`, float32.
         cov: before the first token of each document, `[documents,H,G,D,D]`, float32, symmetric.
         chunks: which tokens a chunk has; its size 16, 32 or 64.
-        precision: of matrix products, as Triton names it: `tf32x3`, `tf32` or `ieee`.
+        precision: of matrix products, as Triton names it: `tf32x3`, `tf32` or `ieee`. Gradients of bfloat16
+            keys take `tf32` where it is `tf32x3`.
         dtype: of the write vectors.
 
     Returns:
@@ -73,7 +74,7 @@ class _DenseGains(torch.autograd.Function):
     def backward(ctx: Any, dkappa: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
         precision = ctx.precision
         if precision == "tf32x3" and ctx.saved_tensors[0].dtype == torch.bfloat16:
-            # beside keys and write vectors of 8 bits the 11 of one product change nothing (docs/benchmarks.md)
+            # beside keys and write vectors of 8 bits the 11 of one product change nothing: docs/benchmarks.md
             precision = "tf32"
         grads = backward(ctx.saved_tensors, dkappa, dfinal, ctx.chunks, precision)
         return (*grads, None, None, None)

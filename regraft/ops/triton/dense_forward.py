@@ -204,7 +204,11 @@ def forward(
     saved = (chunks.count, H, G) if save else (0, H, G)
     entry, X, delta = new(*saved, D, D), new(*saved, C, C), new(*saved, C)
     U = new(*((N, H, G, D) if save else (0,)))
-    partial, factors, work = new(groups, parts, C, C), new(groups, 2 * C + 1, C), new(groups, 2 * C * C + C + 256)
+    partial, factors, work = (
+        new(groups, parts, C, C),
+        new(groups, 2 * C + 1, C),
+        new(groups, 2 * C * C + C + 256),
+    )
     counters = torch.zeros(2 * groups + 1, dtype=torch.int32, device=k.device)
     _chain[(groups * (parts + 1 if parts > 1 else 1),)](
         k, g, obs, obs_cov, squared, noise, evidence, cov, chunks.start, chunks.stop, chunks.first,
