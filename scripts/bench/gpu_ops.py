@@ -2,9 +2,9 @@
 
 Inputs bfloat16, V = D. `fla` is `chunk_gated_delta_rule` on the same shapes, `mesa` is `chunk_mesa_net`. A
 time is the median of CUDA events over repeated calls; `peak` what a forward and backward pass needs above its
-inputs, `held` what lies there between the two. `again` is `dense` under activation checkpointing: the covariances
-at chunk boundaries are not kept but computed again. After `dense` comes a line with what bounds it, see
-`floors`. Prints a table and writes JSON to --out.
+inputs, `held` what lies there between the two. `again` is `dense` under activation checkpointing: the
+covariances at chunk boundaries are not kept but computed again. After `dense` comes a line with what bounds
+it, see `floors`. Prints a table and writes JSON to --out.
 """
 
 from __future__ import annotations
@@ -187,16 +187,17 @@ def main() -> None:
                 print(
                     f"B{B:3d} T{T:6d} H{H:3d} D{D:4d} {name:10s} forward {found['forward']:8.2f} ms "
                     f"({found['forward'] / base['forward']:5.2f}x)  both {found['both']:8.2f} ms "
-                    f"({found['both'] / base['both']:5.2f}x)  peak {found['peak_mib']:6.0f} held {found['held_mib']:6.0f} MiB"
-                    f"   [{time.perf_counter() - began:.0f} s]",
+                    f"({found['both'] / base['both']:5.2f}x)  peak {found['peak_mib']:6.0f} "
+                    f"held {found['held_mib']:6.0f} MiB   [{time.perf_counter() - began:.0f} s]",
                     flush=True,
                 )
                 if name == "dense":
                     bound = floors(B, T, H, D)
                     over = found["both"] / max(bound["both_by_arithmetic"], bound["both_by_memory"])
                     print(
-                        f"    bfloat16 {bound['gflop']:.0f} GFLOP: {bound['both_by_arithmetic']:.2f} ms; "
-                        f"{bound['gbyte']:.2f} GB: {bound['both_by_memory']:.2f} ms; taken {over:.1f} times that",
+                        f"    {bound['gflop']:.0f} GFLOP in bfloat16: {bound['both_by_arithmetic']:.2f} ms, "
+                        f"{bound['gbyte']:.2f} GB: {bound['both_by_memory']:.2f} ms; it takes {over:.1f} times "
+                        "the longer",
                         flush=True,
                     )
             options.out.write_text(json.dumps(rows, indent=1))

@@ -1,7 +1,8 @@
 """The dense gain pass, forward: a chain over the chunks that carries the covariance.
 
-A head's covariance is split by columns over D/64 programs, which hold it in registers. Once a chunk they leave
-their shares of S to a further program, which does nothing but factorise, and wait for what it makes of them.
+A head's covariance is split by columns over D/64 programs, which hold it in registers. Once a chunk they
+leave their shares of S to a further program, which does nothing but factorise, and wait for what it makes of
+them.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _chain(
             begin = tl.load(start + chunk).to(tl.int64)
             count = tl.load(stop + chunk) - begin.to(tl.int32)
             block = chunk * (H * G) + hg.to(tl.int64)
-            met += 1  # noqa: SIM113
+            met += 1
             _factorise(
                 partial, g + begin * H, obs + begin * (H * G), obs_cov + begin * (H * G), evidence, count,
                 factors, X + block * (C * C), delta + block * C, work, counters, met,
@@ -145,7 +146,7 @@ def _chain(
             put(R_at + own, i, there, H * G * D, R_own, BD)
             # none writes its share again before it has the factors, so all shares have been read
             tl.store(square(partial + part * (C * C), 0, 0, C, C, C), S)
-            met += 1  # noqa: SIM113
+            met += 1
             if NB > 1:
                 arrive(counters)
                 if SAVE:
@@ -204,11 +205,8 @@ def forward(
     saved = (chunks.count, H, G) if save else (0, H, G)
     entry, X, delta = new(*saved, D, D), new(*saved, C, C), new(*saved, C)
     U = new(*((N, H, G, D) if save else (0,)))
-    partial, factors, work = (
-        new(groups, parts, C, C),
-        new(groups, 2 * C + 1, C),
-        new(groups, 2 * C * C + C + 256),
-    )
+    partial, factors = new(groups, parts, C, C), new(groups, 2 * C + 1, C)
+    work = new(groups, 2 * C * C + C + 256)
     counters = torch.zeros(2 * groups + 1, dtype=torch.int32, device=k.device)
     _chain[(groups * (parts + 1 if parts > 1 else 1),)](
         k, g, obs, obs_cov, squared, noise, evidence, cov, chunks.start, chunks.stop, chunks.first,

@@ -62,8 +62,9 @@ def ldl(A, work, C: tl.constexpr, PRECISION: tl.constexpr):
     """`A [C,C]` symmetric positive definite = `L diag(d) Lᵀ`, L unit lower triangular: `L⁻¹` and d.
 
     By blocks of 16 rows: what eliminates a block from the rows below is applied to A and to the identity
-    beside it, which becomes `L⁻¹`. `work` is memory of `C (2 C + 1) + 256` numbers, of this program alone:
-    a block is taken out of a matrix by way of it, cheaper than by masks and sums across warps. C divides by 16.
+    beside it, which becomes `L⁻¹`. `work` is memory of `C (2 C + 1) + 256` numbers, this program's
+    own: to take a block out of a matrix by way of it is cheaper than by masks and sums across warps. C
+    divides by 16.
     """
     N: tl.constexpr = C // 16
     i, j, wide = tl.arange(0, C), tl.arange(0, 16), tl.arange(0, 2 * C)
