@@ -196,8 +196,8 @@ def main() -> None:
                     over = found["both"] / max(bound["both_by_arithmetic"], bound["both_by_memory"])
                     print(
                         f"    {bound['gflop']:.0f} GFLOP in bfloat16: {bound['both_by_arithmetic']:.2f} ms, "
-                        f"{bound['gbyte']:.2f} GB: {bound['both_by_memory']:.2f} ms; it takes {over:.1f} times "
-                        "the longer",
+                        f"{bound['gbyte']:.2f} GB: {bound['both_by_memory']:.2f} ms; {over:.1f} times "
+                        "the longer is taken",
                         flush=True,
                     )
             options.out.write_text(json.dumps(rows, indent=1))
