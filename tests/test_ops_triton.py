@@ -9,6 +9,7 @@ import pytest
 import torch
 from filter_problems import hard_problem, make_problem, results_and_gradients, run
 from kernel_problems import DEVICE, on_gpu
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
@@ -81,6 +82,21 @@ def test_unwritten_places_are_never_read(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     check(make_problem(19, B=1, H=1, D=16, V=16, G=1), chunk_size=16)
+
+
+@pytest.mark.parametrize("family", ["dense", "isotropic", "none"])
+def test_under_activation_checkpointing_gradients_are_the_same(family: str) -> None:
+    problem = {n: x.to(DEVICE, torch.float32) for n, x in make_problem(20, family, D=16, V=16, G=1).items()}
+
+    def gradients(wrap: Any) -> list[torch.Tensor]:
+        leaves = {n: x.clone().requires_grad_() for n, x in problem.items()}
+        out = wrap(lambda *x: run(dict(zip(leaves, x, strict=True)), backend="triton", covariance=family)[0])
+        asked = [x for n, x in leaves.items() if n in ("q", "k", "v", "g", "obs_var")]
+        return list(torch.autograd.grad(out(*leaves.values()).square().sum(), asked))
+
+    plain = gradients(lambda call: call)
+    again = gradients(lambda call: lambda *x: checkpoint(call, *x, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
 @pytest.mark.skipif(DEVICE == "cuda" or not hasattr(os, "fork"), reason="processes stand in for programs")

@@ -88,7 +88,8 @@ def kalman_delta_rule(
         obs_var_floor: lower bound of the observation noise where the covariance is updated and factorised.
             The gain of the mean keeps the raw `obs_var`, so a floor leaves `evidence = 0` exact.
         precision: of the products of float32 matrices in the kernels: `tf32x3` is three TF32 products, about
-            as exact as float32; `tf32` keeps 10 bits; `ieee` is float32 without tensor cores.
+            as exact as float32; `tf32` keeps 10 bits; `ieee` is float32 without tensor cores. Gradients of
+            bfloat16 keys take `tf32` where it is `tf32x3`.
         check: look for values out of range; costs a wait for the device on an accelerator.
 
     Returns:

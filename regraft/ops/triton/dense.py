@@ -72,9 +72,10 @@ class _DenseGains(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dkappa: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # asked for once: under checkpointing that computes them again
         precision = ctx.precision
-        if precision == "tf32x3" and ctx.saved_tensors[0].dtype == torch.bfloat16:
+        if precision == "tf32x3" and saved[0].dtype == torch.bfloat16:
             # beside keys and write vectors of 8 bits the 11 of one product change nothing: docs/benchmarks.md
             precision = "tf32"
-        grads = backward(ctx.saved_tensors, dkappa, dfinal, ctx.chunks, precision)
+        grads = backward(saved, dkappa, dfinal, ctx.chunks, precision)
         return (*grads, None, None, None)
