@@ -13,9 +13,9 @@ STAND_INS = {
     "ORG/NAME": "llama",  # a small model that is not ours
 }
 
-# Runs: the same small teacher with one layer converted, and a step a phase.
+# Runs: a teacher of two layers, one of them converted, and a step a phase.
 _TEACHER = (
-    "teacher={model: teacher}",
+    "teacher={model: shallow}",
     "convert={layers: last:1}",
     "data.source={kind: builtin}",
     "data.seq_len=128",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -35,6 +36,7 @@ from regraft.probes.load import load as load_probe
 from regraft.recipes import load_recipe, shipped
 from regraft.recipes.load import tree_of, validated
 from regraft.recipes.schema import Recipe
+from regraft.report.tasks import TASK_DIR
 
 PROGRAMS = {"regraft", "python", "make", "pip", "torchrun", "accelerate", "lm_eval"}
 PROGRAMS.add("scripts/replicate/offline.sh")
@@ -136,6 +138,16 @@ def test_targets_of_make_and_extras_of_pip_exist() -> None:
         if words[0] == "pip":
             for extra in re.findall(r"\[(.*?)\]", " ".join(words)):
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE), f"{block.place}: {extra}"
+
+
+def test_tasks_given_to_lm_eval_exist_and_its_settings_are_json() -> None:
+    for block, words in all_commands():
+        if words[0] == "lm_eval":
+            tasks = words[words.index("--tasks") + 1].split(",")
+            assert all((TASK_DIR / f"{task.removeprefix('regraft_')}.yaml").is_file() for task in tasks), (
+                block
+            )
+            assert {"length", "samples", "seed"} >= set(json.loads(words[words.index("--metadata") + 1]))
 
 
 def test_every_piece_of_a_recipe_is_valid() -> None:

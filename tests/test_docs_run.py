@@ -100,8 +100,9 @@ def workplace_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=1, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "llama")
-    write_teacher(folder / "teacher", tokenizer=True, num_hidden_layers=24)
-    edit_tensors(folder / "teacher", calm)
+    for name, layers in (("teacher", 24), ("shallow", 2)):
+        write_teacher(folder / name, tokenizer=True, num_hidden_layers=layers)
+        edit_tensors(folder / name, calm)
     for file in (folder / "teacher").glob("tokenizer*"):
         (folder / "llama" / file.name).write_bytes(file.read_bytes())
     return folder
