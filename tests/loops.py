@@ -16,6 +16,7 @@ from regraft.distill.data import RowStream
 from regraft.distill.engine import Engine, whole
 from regraft.distill.loop import Loop
 from regraft.distill.stage import Stage
+from regraft.recipes.load import parse_recipe
 from regraft.recipes.schema import (
     BoundaryMSE,
     CrossEntropy,
@@ -25,9 +26,29 @@ from regraft.recipes.schema import (
     JsonlSource,
     LayerNMSE,
     Optimiser,
+    Recipe,
 )
 
 LAYERS = (1, 2)
+
+
+def make_recipe(teacher: Path, *overrides: str) -> Recipe:
+    """Two short phases on a teacher with at least three layers, 1 and 2 of them converted."""
+    text = f"""
+version: 1
+teacher: {{model: {teacher}}}
+convert: {{layers: [1, 2]}}
+data: {{source: {{kind: builtin}}, seq_len: 32}}
+phases:
+  - {{name: match, losses: [{{kind: layer_nmse}}], tokens: 256, batch_tokens: 64, lr: 0.01}}
+  - name: joint
+    losses: [{{kind: forward_kl}}, {{kind: boundary_mse}}]
+    tokens: 256
+    batch_tokens: 64
+    lr: 1e-3
+checkpoint: {{every: 2, keep: 9}}
+"""
+    return parse_recipe(text, "test", overrides)
 
 
 def write_models(folder: Path, *, tokenizer: bool = True) -> Path:

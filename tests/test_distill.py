@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import write_teacher
-from loops import make_loop, write_models
+from loops import make_loop, make_recipe, write_models
 
 from regraft.convert import load_model, load_tokenizer, make_student
 from regraft.distill import control, distill
@@ -17,8 +17,18 @@ from regraft.distill.data import RowStream
 from regraft.distill.stage import control_stages, phase_stages
 from regraft.distill.trainable import parameter_groups, trainable_names
 from regraft.errors import UserError
-from regraft.recipes.load import dump_recipe, parse_recipe
+from regraft.recipes.load import dump_recipe
 from regraft.recipes.schema import Data, Evidence
+
+# Rows with padding, in several micro-batches.
+RAGGED = (
+    "convert.process_match=0.3",
+    "data.pack=false",
+    "phases.0.micro_batch=1",
+    "phases.0.tokens=384",
+    "phases.1.tokens=384",
+    "checkpoint={every: 4, keep: 2}",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,25 +48,7 @@ def teacher_folder(tmp_path_factory):
 
 @pytest.fixture
 def recipe(teacher_folder):
-    return make_recipe(teacher_folder)
-
-
-def make_recipe(teacher, *overrides):
-    text = f"""
-version: 1
-teacher: {{model: {teacher}}}
-convert: {{layers: [1, 2], process_match: 0.3}}
-data: {{source: {{kind: builtin}}, seq_len: 32, pack: false}}
-phases:
-  - {{name: match, losses: [{{kind: layer_nmse}}], tokens: 384, batch_tokens: 64, micro_batch: 1, lr: 0.01}}
-  - name: joint
-    losses: [{{kind: forward_kl}}, {{kind: boundary_mse}}]
-    tokens: 384
-    batch_tokens: 64
-    lr: 1e-3
-checkpoint: {{every: 4, keep: 2}}
-"""
-    return parse_recipe(text, "test", overrides)
+    return make_recipe(teacher_folder, *RAGGED)
 
 
 @pytest.fixture
@@ -200,6 +192,6 @@ def test_a_run_refuses_another_recipe_and_a_directory_in_use(tmp_path, recipe, t
     with pytest.raises(UserError, match="not empty"):
         distill(recipe, tmp_path / "other")
     with pytest.raises(UserError, match=r"recipe\.yaml.*: phases\.0\.lr is 0\.01 there and 0\.0001 here\."):
-        distill(make_recipe(teacher_folder, "phases.0.lr=1e-4"), tmp_path / "run", resume=True)
+        distill(make_recipe(teacher_folder, *RAGGED, "phases.0.lr=1e-4"), tmp_path / "run", resume=True)
     with pytest.raises(UserError, match="no run directory"):
         control(tmp_path)

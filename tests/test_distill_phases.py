@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from folders import write_teacher
+from loops import make_recipe
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +19,6 @@ from regraft.distill.compare import check_same_rows, side_by_side
 from regraft.distill.stage import control_stages, phase_stages
 from regraft.distill.trainable import new_names, parameter_groups, trainable_names, trainable_table
 from regraft.errors import UserError
-from regraft.recipes.load import parse_recipe
 from regraft.recipes.schema import LoRA
 
 LORA = "phases.1.train={kind: lora, rank: 2, alpha: 8}"
@@ -35,24 +35,6 @@ def one_thread():
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     return write_teacher(tmp_path_factory.mktemp("phases") / "t", tokenizer=True, tie_word_embeddings=True)
-
-
-def make_recipe(teacher, *overrides):
-    text = f"""
-version: 1
-teacher: {{model: {teacher}}}
-convert: {{layers: [1, 2]}}
-data: {{source: {{kind: builtin}}, seq_len: 32}}
-phases:
-  - {{name: match, losses: [{{kind: layer_nmse}}], tokens: 256, batch_tokens: 64, lr: 0.01}}
-  - name: joint
-    losses: [{{kind: forward_kl}}, {{kind: boundary_mse}}]
-    tokens: 256
-    batch_tokens: 64
-    lr: 1e-3
-checkpoint: {{every: 2, keep: 9}}
-"""
-    return parse_recipe(text, "test", overrides)
 
 
 @pytest.fixture
