@@ -132,7 +132,10 @@ def test_a_full_disk_is_a_note() -> None:
 def test_on_this_machine(regraft) -> None:
     code, out, err = regraft("doctor", "--json")
     said = json.loads(out)
-    assert said["facts"]["versions"]["torch"] == torch.__version__ and said["facts"]["processors"] >= 1
+    assert torch.__version__.startswith(
+        said["facts"]["versions"]["torch"]
+    )  # +cu130 is not in every wheel's name
+    assert said["facts"]["processors"] >= 1
     assert all(free > 0 for free in said["facts"]["free"].values())
     assert said["checks"][0]["ok"] and "recurrence" in said["checks"][0]["said"]
     if "triton" in said["facts"]["versions"]:  # on a GPU or, without one, in the interpreter (conftest.py)
