@@ -18,6 +18,7 @@ def versions_page() -> str:
     rows = []
     for pair in KNOWN_BAD:
         what = f"*{pair.what}*" if pair.note else pair.what
-        cells = (what, pair.reason, f"`{pair.fix}`" if pair.fix.startswith("pip ") else pair.fix)
+        command = pair.fix.startswith("pip ") and "," not in pair.fix
+        cells = (what, pair.reason, f"`{pair.fix}`" if command else pair.fix)
         rows.append("| " + " | ".join(cell.replace("|", chr(92) + "|") for cell in cells) + " |")
     return HEAD + "\n".join(rows) + "\n"
