@@ -105,7 +105,7 @@ def smaller(words: list[str]) -> list[str]:
     if verb == "scan":
         return [*words, "--samples", "1", "--length", "128"]
     if verb == "verify":
-        return [*words, "--length", "193", "--device", "cpu"]
+        return [*words, "--length", "193", "--device", "cpu", "--kernels", "auto"]
     if verb == "probe":
         trained = len(rest) > 1 and not rest[1].startswith("-")
         sets = _PROBES["belief small" if rest[0] == "belief" and trained else rest[0]]
