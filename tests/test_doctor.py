@@ -20,6 +20,7 @@ from regraft.doctor.known import KNOWN_BAD, findings
 from regraft.layers import fla_kernels
 
 HOPPER, AMPERE, TURING = Gpu("H200", 139.8, "9.0"), Gpu("A100", 79.2, "8.0"), Gpu("T4", 14.6, "7.5")
+BLACKWELL = Gpu("B200", 179.1, "10.0")
 WELL = Facts(
     {"regraft": "0.1.0", "torch": "2.13.0+cu130", "triton": "3.7.1", "transformers": "5.23.0"},
     gpus=(HOPPER,),
@@ -52,6 +53,19 @@ PAIRS = [
             (having(fla(triton="3.6.0")), having(fla(triton="3.6.0", tilelang="0.1.8"))),
             (having(fla(triton="3.6.0")), having({"triton": "3.6.0"})),
         ]
+    ),
+    *(
+        ("Triton 3.4 to 3.5.0 with flash-linear-attention on Blackwell", bad, good)
+        for bad, good in [
+            (having(fla(triton="3.4.0"), gpus=(BLACKWELL,)), having(fla(triton="3.3.1"), gpus=(BLACKWELL,))),
+            (having(fla(triton="3.5.0"), gpus=(BLACKWELL,)), having(fla(triton="3.5.1"), gpus=(BLACKWELL,))),
+            (having(fla(triton="3.5.0"), gpus=(BLACKWELL,)), having(fla(triton="3.5.0"), gpus=(AMPERE,))),
+        ]
+    ),
+    (
+        "lm-eval before 0.4.10 with transformers 5",
+        having({"lm-eval": "0.4.9"}),
+        having({"lm-eval": "0.4.10"}),
     ),
     (
         "flash-linear-attention 0.6.0 with transformers from 5.24",

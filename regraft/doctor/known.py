@@ -69,6 +69,21 @@ KNOWN_BAD = (
         "pip install 'triton>=3.7.1', which torch 2.13 brings, or pip install tilelang",
     ),
     KnownBad(
+        "Triton 3.4 to 3.5.0 with flash-linear-attention on Blackwell",
+        lambda f: (
+            f.has("flash-linear-attention") and f.has("triton", ">=3.4,<=3.5.0") and 10 in f.generations
+        ),
+        "the backward of the gated delta rule does not compile (fla issues 607 and 638, Triton's 8459 and "
+        "8695); training runs in regraft's own op.",
+        "install a newer triton, and look here again whether the kernels agree",
+    ),
+    KnownBad(
+        "lm-eval before 0.4.10 with transformers 5",
+        lambda f: f.has("lm-eval", "<0.4.10") and f.has("transformers", ">=5"),
+        "it imports a class that transformers 5 no longer has (vLLM pull request 33994).",
+        "pip install 'lm-eval>=0.4.13'",
+    ),
+    KnownBad(
         "flash-linear-attention 0.6.0 with transformers from 5.24",
         lambda f: f.has("flash-linear-attention", "==0.6.0") and f.has("transformers", ">=5.24"),
         "fla's own model classes generate from an empty state, for they do not read the keyword `cache`. "
