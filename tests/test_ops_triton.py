@@ -19,11 +19,12 @@ from regraft.ops.triton.chunks import Chunks
 
 def errors(problem: dict[str, torch.Tensor], **settings: Any) -> dict[str, float]:
     """RMS of the difference from the float64 reference over the RMS of the reference, of everything."""
+    problem = {name: x.to(DEVICE) for name, x in problem.items()}
     exact = results_and_gradients(problem, **{**settings, "backend": "reference"})
-    problem = {name: x.to(DEVICE, torch.float32) for name, x in problem.items()}
+    problem = {name: x.float() for name, x in problem.items()}
     found = results_and_gradients(problem, backend="triton", **settings)
     return {
-        name: float((found[name].double().cpu() - x).norm() / x.norm())
+        name: float((found[name].double() - x).norm() / x.norm())
         for name, x in exact.items()
         if float(x.norm()) > 0
     }
@@ -190,15 +191,14 @@ def test_bfloat16_on_a_gpu(D: int) -> None:
     problem = make_problem(200, D=D, V=D, G=1, H=2)
     half = {name: x.bfloat16().double() if name in "qkv" else x for name, x in problem.items()}
     half["k"] = torch.nn.functional.normalize(half["k"], dim=-1).bfloat16().double()
+    half = {name: x.to(DEVICE) for name, x in half.items()}
     exact = results_and_gradients(half, backend="reference", check=False)
-    there = {
-        name: x.to(DEVICE, torch.bfloat16 if name in "qkv" else torch.float32) for name, x in half.items()
-    }
+    there = {name: x.to(torch.bfloat16 if name in "qkv" else torch.float32) for name, x in half.items()}
     found = results_and_gradients(there, backend="triton", check=False)
     for name, x in exact.items():
         if not float(x.norm()):  # of the prior's variance, where a state is given
             continue
-        error = float((found[name].double().cpu() - x).norm() / x.norm())
+        error = float((found[name].double() - x).norm() / x.norm())
         assert error < (5e-3 if name in ("o", "mean", "cov") else 8e-3), (name, error)
 
 
