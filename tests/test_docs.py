@@ -29,7 +29,11 @@ from doc_pages import (
     name_of,
 )
 
-from regraft import __version__ as regraft_version
+import regraft.convert
+import regraft.distill
+import regraft.layers
+import regraft.ops
+import regraft.recipes
 from regraft import cli
 from regraft.errors import UserError
 from regraft.probes.load import load as load_probe
@@ -234,13 +238,21 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
             assert part.strip() in source, message
 
 
+def test_the_reference_of_python_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    told_elsewhere = {"MIXERS", "Recipe"}
+    for package in (regraft.ops, regraft.layers, regraft.convert, regraft.recipes, regraft.distill):
+        listed = set(re.findall(rf"^::: {package.__name__}\.(?:\w+\.)*(\w+)$", page, re.MULTILINE))
+        assert listed >= set(package.__all__) - told_elsewhere, package.__name__
+
+
 def test_pages_about_the_house_name_every_room_and_the_version_that_is_cited() -> None:
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     rooms = {folder.name for folder in (ROOT / "regraft").iterdir() if (folder / "__init__.py").is_file()}
     assert all(f"  {room}/" in design for room in rooms)
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
-    assert citation["version"] == regraft_version
+    assert citation["version"] == regraft.__version__
 
 
 WRONG_AND_RIGHT = [
