@@ -47,7 +47,7 @@ KNOWN_BAD = (
     KnownBad(
         "transformers before 5.20",
         lambda f: f.has("transformers", "<5.20"),
-        "new layers load uninitialised or generation reads another cache; tested are 5.20 to 5.24.",
+        "regraft is tested on 5.20 to 5.24; transformers 4 cannot be imported by it.",
         "pip install 'transformers>=5.20'",
     ),
     KnownBad(
