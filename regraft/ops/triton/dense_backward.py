@@ -249,10 +249,10 @@ def _finish(
 
 @triton.jit
 def _keys(
-    dW, entry, dk, start, stop,
+    dW, entry, dk, start, stop, out,
     HG: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`dk += dW P0`, a block of columns a program."""
+    """`dk + dW P0` in the dtype of `out`, a block of columns a program."""
     own, chunk, hg = tl.program_id(0) * BD, tl.program_id(1), tl.program_id(2)
     i = tl.arange(0, C)
     begin = tl.load(start + chunk).to(tl.int64)
@@ -265,7 +265,7 @@ def _keys(
         acc += tl.dot(
             tile(dW + off + begin * (HG * D) + c, i, there, HG * D, BD), P, input_precision=PRECISION
         )
-    put(dk + off + begin * (HG * D) + own, i, there, HG * D, acc, BD)
+    put(out + off + begin * (HG * D) + own, i, there, HG * D, acc, BD)
 
 
 def launch_of(D: int, heads: int, device: torch.device) -> dict[str, int]:
@@ -313,9 +313,12 @@ def backward(
         k, g, process, evidence, R, HG, Z, dA, trace, kept, chunks.start, chunks.stop,
         dR, dk, dc, dg, dprocess, dobs_cov, dmu, **shape, BD=BD, NB=parts, num_warps=4, num_stages=1,
     )  # fmt: skip
+    alone = H * G == HK  # heads and groups with the same keys add their gradients up in float32
+    out = torch.empty_like(k) if alone else dk
     _keys[(D // BD, chunks.count, H * G)](
-        dR, entry, dk, chunks.start, chunks.stop,
+        dR, entry, dk, chunks.start, chunks.stop, out,
         HG=H * G, D=D, C=C, BD=BD, PRECISION=precision, num_warps=4, num_stages=2,
     )  # fmt: skip
-    dk = dk.view(N, HK, -1, D).sum(2).to(k.dtype)
+    out = out.view(N, HK, -1, D)
+    dk = out.squeeze(2) if alone else out.sum(2).to(k.dtype)
     return dk, dg.sum(-1), dobs, dobs_cov, dprocess.sum(-1), dmu.sum((0, 2)), dcov
