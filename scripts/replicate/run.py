@@ -197,7 +197,9 @@ def main() -> None:
     ap.add_argument("--gpus", type=int, default=1, help="GPUs that jobs are spread over")
     ap.add_argument("--minutes", type=float, default=1e9, help="when the last job should have ended")
     ap.add_argument("--only", nargs="*", default=[], help="these variants only")
-    ap.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that make data")
+    # starting a process takes longer than what it does: of 24 on a new machine minutes went into imports
+    workers = min(8, os.cpu_count() or 1)
+    ap.add_argument("--workers", type=int, default=workers, help="processes that make data")
     ap.add_argument("--site", help="packages for all jobs but the teacher's training")
     ap.add_argument("--speed", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     ap.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
