@@ -238,6 +238,47 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
             assert part.strip() in source, message
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "convert nowhere --layers 1 --dry-run",
+        "convert . --layers 1 --dry-run",
+        "convert embedded --layers 6 --dry-run",
+        "convert embedded --layers last:2 --noise-groups 7 --dry-run",
+        "convert embedded --layers last:2 --out taken",
+        "recipes validate demo --set sed=1",
+        "recipes validate demo --set seed",
+        "recipes validate demo --set phases.2.lr=1",
+        "recipes validate demo --set 'data.source={kind: text, path: none.txt}'",
+        "recipes validate demo --set 'data.source={kind: text, path: latin.txt}'",
+        "recipes validate demo --set 'data.source={kind: jsonl, path: lines.jsonl}'",
+        "recipes validate demo --set 'data.source={kind: text, path: empty.txt}'",
+        "recipes validate demo --set 'phases.0.train=[\"no.such.*\"]'",
+        "distill demo --out runs/new --phase joint --from taken",
+        "control taken",
+        "report --model one=embedded --out new --set 'report.perplexity={sets: [none], lengths: [64]}'",
+        "probe mqar small --out new --set 'mixers=[\"nowhere:Layer\"]'",
+        "verify taken --teacher embedded",
+    ],
+)
+def test_a_mistake_is_in_troubleshooting(
+    command: str, regraft: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("here")
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "lines.jsonl").write_text("[1]\n")
+    (tmp_path / "empty.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REGRAFT_CACHE", str(tmp_path / "cache"))
+    code, _, error = regraft(*shlex.split(command))
+    assert code == 2
+    said = " ".join(error.split())
+    messages = [code.strip("“”").split("…") for code in inline_code(ROOT / "docs" / "troubleshooting.md")]
+    told = ["…".join(parts) for parts in messages if all(part.strip() in said for part in parts)]
+    assert [message for message in told if len(message) > 8], said
+
+
 def test_the_reference_of_python_has_every_public_name() -> None:
     page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     told_elsewhere = {"MIXERS", "Recipe"}

@@ -168,3 +168,11 @@ def test_texts_come_from_files_and_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(UserError, match="cannot be read: offline"):
         list(texts("pg19"))
+
+
+def test_a_text_that_is_not_there_is_named_before_any_needle_is_looked_for(regraft, tmp_path, monkeypatch):
+    monkeypatch.setenv("REGRAFT_CACHE", str(tmp_path / "cache"))
+    sets = "report.perplexity={sets: [austen, missing.txt], lengths: [64]}"
+    code, out, error = regraft("report", "--model", "one=embedded", "--out", tmp_path / "new", "--set", sets)
+    assert (code, out) == (2, "") and "missing.txt" in error
+    assert not (tmp_path / "cache").exists()

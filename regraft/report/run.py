@@ -24,6 +24,7 @@ from regraft.report.niah import Entrant, Record, evaluate, progress_bar
 from regraft.report.perplexity import measure
 from regraft.report.report import terminal_table, write_report
 from regraft.report.shelf import Shelf
+from regraft.report.texts import check_sets
 
 MIN_COLUMNS = 100  # what the table needs; off a terminal rich takes 80 and would break names into letters
 STUDENT, FINISHED = "student", "evaluated"
@@ -75,6 +76,8 @@ def report_run(
         out = run / "report"
     refuse_existing(out, overwrite)
     recipe = _recipe(run, overrides)
+    if recipe.report.perplexity is not None:
+        check_sets(recipe.report.perplexity.sets)
     places = _places(run, recipe, models)
     baseline = baseline or ("control" if "control" in places else next(iter(places)))
     if baseline not in places:

@@ -55,6 +55,17 @@ def texts(name: str, characters: int | None = None) -> Iterator[str]:
     raise UserError(name, "is no known text set.", f"use {known}, or a .txt or .jsonl file.")
 
 
+def check_sets(names: Iterable[str]) -> None:
+    """Begin to read the sets that lie here, before needles take their time; the Hub's are not fetched.
+
+    Raises:
+        UserError: as `texts`.
+    """
+    for name in names:
+        if name not in HUB_SETS:
+            next(texts(name, 1), None)
+
+
 def _hub(name: str) -> Iterator[str]:
     from datasets import load_dataset
 
