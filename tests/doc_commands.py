@@ -60,6 +60,7 @@ NOT_RUN = {
     "make test": "this is it",
     "make docs": "test_the_site_builds_without_a_warning",
     "make lint": "the second half of CI",
+    ".ci/run": "runs this test",
     "regraft doctor": "what it finds is up to the machine; tests/test_doctor.py",
     "pip install": "changes the environment; its extras are looked up",
     "torchrun": _TWO_PROCESSES,

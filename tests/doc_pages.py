@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = ("sh", "python", "yaml", "text")
 _MARKDOWN = MarkdownIt().enable("table")
 _SETTING = re.compile(r"[A-Z_]+=\S+")

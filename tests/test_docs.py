@@ -43,7 +43,7 @@ from regraft.recipes.schema import Recipe
 from regraft.report.tasks import TASK_DIR
 
 PROGRAMS = {"regraft", "python", "make", "pip", "torchrun", "accelerate", "lm_eval"}
-PROGRAMS.add("scripts/replicate/offline.sh")
+PROGRAMS |= {".ci/run", "scripts/replicate/offline.sh"}
 RECIPE_KEY = re.compile(rf"({'|'.join(Recipe.model_fields)})(\.(\w+))+")
 GENERATED = {f"reference/{name}.md" for name in ("cli", "recipe", "versions")}
 GENERATED |= {"contributing.md", "changelog.md"}
