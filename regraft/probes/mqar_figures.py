@@ -76,7 +76,8 @@ def _width(summary: dict[str, Any], widths: list[int]) -> Figure:
 def _panels(count: int) -> tuple[Figure, Any]:
     columns = min(4, count)
     rows = -(-count // columns)
-    figure = Figure(figsize=(1 + 3 * columns, 1 + 2.7 * rows), layout="constrained")
+    width = max(5.6, 1 + 3 * columns)  # a legend of three columns fits
+    figure = Figure(figsize=(width, 1 + 2.7 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     for axis in axes[count:]:
         axis.set_visible(False)
