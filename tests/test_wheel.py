@@ -1,7 +1,8 @@
-"""The wheel: what it holds, and the demo run from it in a folder without the source tree."""
+"""The wheel: what it holds, and the demo, shortened, run from it in a folder without the source tree."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import regraft
 
@@ -16,12 +19,18 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 SHORT = (
-    "phases.0.tokens=2048",
-    "phases.1.tokens=2048",
-    "report.niah.tasks=[niah_single_2]",
-    "report.niah.lengths=[512]",
+    "phases.0.tokens=8192",
+    "phases.1.tokens=8192",
     "report.niah.samples=1",
-    "report.perplexity=null",
+    "report.niah.lengths=[512]",
+    "report.perplexity.lengths=[512]",
+)
+TEXT = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the number afterwards.\n"
+    "One of the special magic numbers for brave-otter is: 7301942. The rain went on all day.\n"
+    "What is the special magic number for brave-otter mentioned in the provided text? "
+    "The special magic number for brave-otter mentioned in the provided text is"
 )
 
 
@@ -73,6 +82,20 @@ def test_the_demo_runs_from_the_wheel_outside_the_source_tree(wheel, tmp_path) -
     assert run(program, "--version") == f"regraft {regraft.__version__}\n"
     overrides = [word for override in SHORT for word in ("--set", override)]
     printed = run(program, "demo", *overrides)
-    assert "student - control" in printed
-    for file in ("export/model.safetensors", "control/export/model.safetensors", "report/report.html"):
-        assert (home / "runs" / "demo" / file).stat().st_size > 1000
+    assert "student - control" in printed and "runs/demo/export" in printed
+    check_the_demo(home / "runs" / "demo")
+
+
+def check_the_demo(run: Path) -> None:
+    """From an exact start to a whole report, and a student that is a filter and still retrieves."""
+    for name in ("report.json", "niah_mean.png", "perplexity.png", "inspect_layer_1.png", "report.html"):
+        assert (run / "report" / name).stat().st_size > 1000
+    assert json.loads((run / "start" / "verify.json").read_text())["passed"]
+    assert (run / "control" / "export" / "model.safetensors").stat().st_size > 1000
+    student = AutoModelForCausalLM.from_pretrained(run / "export")
+    evidence = student.model.layers[1].attn.evidence
+    assert torch.equal(evidence, torch.ones_like(evidence))
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    ids = tokenizer(TEXT, return_tensors="pt")
+    answer = student.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "7301942" in tokenizer.decode(answer)
