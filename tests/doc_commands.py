@@ -56,7 +56,7 @@ _SCRIPTS = {
 _TWO_PROCESSES = "tests/test_distill_engine.py starts both launchers with two processes"
 _GPU = "measures a GPU"
 NOT_RUN = {
-    "make demo": "its three commands run one by one; tests/test_demo.py looks at what they give",
+    "make demo": "its three commands run one by one; tests/test_wheel.py looks at what they give",
     "make test": "this is it",
     "make docs": "test_the_site_builds_without_a_warning",
     "make lint": "the second half of CI",
