@@ -40,4 +40,4 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) build dist  # runs are yours
