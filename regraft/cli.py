@@ -320,7 +320,7 @@ def control(
 @app.command(epilog="Example: regraft report runs/demo --set report.niah.samples=5", rich_help_panel=JOB)
 def report(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="Run directory; none to compare only --model.")
+        Path | None, typer.Argument(metavar="RUN", help="Run directory; none to compare only --model.")
     ] = None,
     model: Annotated[
         list[str] | None,
@@ -407,7 +407,7 @@ def _add_probe(name: str, recipes: str, example: str, text: str) -> None:
     names = recipes.split(", ")
     shipped = typer.Argument(
         names[0],
-        metavar="[RECIPE]",
+        metavar="RECIPE",
         help=f"{recipes}, or a YAML file.",
         autocompletion=lambda incomplete: [name for name in names if name.startswith(incomplete)],
     )
@@ -513,7 +513,7 @@ def recipes_show(
 @recipes.command("copy", epilog="Example: regraft recipes copy demo mine.yaml")
 def recipes_copy(
     recipe: RecipeName,
-    to: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="RECIPE.yaml if not given.")] = None,
+    to: Annotated[Path | None, typer.Argument(metavar="FILE", help="RECIPE.yaml if not given.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Copy a recipe with its comments, to edit it."""
