@@ -129,13 +129,20 @@ def test_requirements_of_packages_on_each_other() -> None:
     }
     versions = {"torchvision": "0.26.0", "triton": "3.6.0"}
     found = findings(having(versions, requirements=asked))
-    assert [(f.what, f.fix) for f in found] == [
-        ("triton 3.6.0", "pip install 'triton==3.7.1'"),
-        ("torch 2.13.0+cu130", "pip install 'torch==2.11.0'"),
-    ]
+    triton, torchvision = found
+    assert (torchvision.what, torchvision.fix) == ("torch 2.13.0+cu130", "pip install 'torch==2.11.0'")
+    assert triton.what == "triton 3.6.0" and triton.note and "pip install" not in triton.fix
     # what the table names is not said twice
     old = having({"transformers": "4.57.1"}, requirements={"regraft": ["transformers>=5.20"]})
     assert [f.what for f in findings(old)] == ["transformers before 5.20"]
+
+
+def test_the_machine_of_the_benchmarks_is_well_though_torch_asks_for_another_triton() -> None:
+    """torch 2.11 with Triton 3.7.1 on an H200: the Triton that torch asks for is the one that fla refuses."""
+    here = having(fla(torch="2.11.0", triton="3.7.1"), requirements={"torch": ["triton==3.6.0"]})
+    assert [finding.note for finding in findings(here)] == [True]
+    there = having(fla(torch="2.11.0", triton="3.6.0"), requirements={"torch": ["triton==3.6.0"]})
+    assert [finding.note for finding in findings(there)] == [False]
 
 
 def test_a_full_disk_is_a_note() -> None:

@@ -162,13 +162,12 @@ def _unmet(facts: Facts) -> list[Finding]:
             if installed is None or requirement.specifier.contains(Version(installed).base_version, True):
                 continue
             wanted = f"{requirement.name}{requirement.specifier}"
-            found.append(
-                Finding(
-                    f"{name} {installed}",
-                    f"{package} {facts.versions[package]} asks for {wanted}.",
-                    f"pip install '{wanted}'",
-                )
-            )
+            reason = f"{package} {facts.versions[package]} asks for {wanted}."
+            if (package, name) == ("torch", "triton"):  # for torch.compile; a newer one has what fla needs
+                fix = "nothing, while the kernels' checks are right; torch.compile may want the other"
+                found.append(Finding(f"{name} {installed}", reason, fix, note=True))
+            else:
+                found.append(Finding(f"{name} {installed}", reason, f"pip install '{wanted}'"))
     return found
 
 
