@@ -470,7 +470,7 @@ _add_probe(
 )
 _add_probe(
     "recall",
-    "small, full",
+    "small, medium, full",
     "--out recall --jobs 2",
     "Layers that differ in the update rule alone learn to recall under collisions and of random keys.",
 )
