@@ -290,6 +290,21 @@ def test_jobs_wait_for_each_other_and_what_is_done_is_left_alone(tmp_path, capsy
     assert not late.run() and not (tmp_path / "late").exists()
 
 
+def test_a_plan_like_another_has_its_variants_with_names_of_its_own(tmp_path):
+    found, like = (Work(name, tmp_path) for name in ("embedded", "h200"))
+    assert found.plan.variants == like.plan.variants and found.plan.teacher != like.plan.teacher
+    for work, layers, lengths in ((found, "scan:1", [512, 2048]), (like, "scan:2", [1024, 4096])):
+        assert work.recipe(work.variant("scan-long")).convert.layers == layers
+        assert work.row_lengths() == lengths
+
+
+@pytest.mark.parametrize("other", ["p", "missing"])
+def test_a_plan_like_itself_or_like_none_is_refused(tmp_path, other):
+    (tmp_path / "p.yaml").write_text(f"like: {other}\n")
+    with pytest.raises(UserError, match="like: there is no other plan"):
+        load_plan(str(tmp_path / "p.yaml"))
+
+
 def test_jobs_are_spread_over_gpus_and_the_rehearsal_leaves_the_teacher_alone(tmp_path):
     args = argparse.Namespace(jobs=3, gpus=2, site=None, minutes=1)
     runner = Runner.__new__(Runner)

@@ -181,8 +181,6 @@ def main() -> None:
                     continue
                 base = base or found
                 row = {"group": group, "B": B, "T": T, "H": H, "D": D, "call": name, **found}
-                if name == "dense":
-                    row |= {"floors": floors(B, T, H, D)}
                 rows.append(row)
                 print(
                     f"B{B:3d} T{T:6d} H{H:3d} D{D:4d} {name:10s} forward {found['forward']:8.2f} ms "
@@ -192,7 +190,7 @@ def main() -> None:
                     flush=True,
                 )
                 if name == "dense":
-                    bound = floors(B, T, H, D)
+                    bound = row["floors"] = floors(B, T, H, D)
                     over = found["both"] / max(bound["both_by_arithmetic"], bound["both_by_memory"])
                     print(
                         f"    {bound['gflop']:.0f} GFLOP in bfloat16: {bound['both_by_arithmetic']:.2f} ms, "

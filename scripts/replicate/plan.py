@@ -61,6 +61,12 @@ class Evaluation(Section):
 class Plan(Section):
     """A whole replication."""
 
+    like: Text | None = None
+    """Another plan, whose values hold for all keys that this one leaves out."""
+    set: Strings = ()
+    """Overrides of the recipe for all variants, before their own."""
+    names: dict[str, str] = Field(default_factory=dict)
+    """What `{name}` in a variant's overrides stands for."""
     teacher: TeacherPlan
     """The model to convert."""
     recipe: Text
@@ -95,18 +101,30 @@ def load_plan(name: str) -> tuple[Plan, Path]:
     """A plan by file or by the name of one in `plans`, and its folder.
 
     Raises:
-        UserError: no such file, or something in it that is unknown, missing or out of range.
+        UserError: no such file, nor what it is `like`, or something that is unknown, missing or out of range.
     """
     path = PLANS / f"{name}.yaml" if (PLANS / f"{name}.yaml").is_file() else Path(name)
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in PLANS.glob("*.yaml") if "recipe" not in p.stem))
         raise UserError(name, "no such plan.", f"use {known}, or a file.")
     try:
-        return Plan.model_validate(parse_yaml(path.read_text(encoding="utf-8"), path)), path.parent
+        return Plan.model_validate(_values(path)), path.parent
     except ValidationError as error:
         raise UserError(
             path, f"is no plan: {error}", "compare it with those in scripts/replicate/plans."
         ) from error
+
+
+def _values(path: Path) -> Any:
+    """What a plan's file says, with what it leaves to the plan that it is like."""
+    own = parse_yaml(path.read_text(encoding="utf-8"), path)
+    other = own.get("like") if isinstance(own, dict) else None
+    if not isinstance(other, str):
+        return own
+    beside = path.with_name(f"{other}.yaml")
+    if beside == path or not beside.is_file():
+        raise UserError(path, f"like: there is no other plan {beside}.", "name one that lies beside it.")
+    return {**_values(beside), **own}
 
 
 class Work:
@@ -141,7 +159,7 @@ class Work:
     def recipe(self, variant: Variant, extra: tuple[str, ...] = ()) -> Recipe:
         """The variant's recipe, complete."""
         path = self.beside / self.plan.recipe
-        own = [*variant.set, *extra]
+        own = [*self.plan.set, *map(self._named, variant.set), *extra]
         seq_len = load_recipe(path, own).data.seq_len
         share = self.plan.needles
         # Documents are drawn by weight, and all of them are as long as a row.
@@ -158,6 +176,11 @@ class Work:
             f"seed={variant.seed}",
         ]
         return load_recipe(path, [*filled, *own])
+
+    def _named(self, override: str) -> str:
+        for name, value in self.plan.names.items():
+            override = override.replace(f"{{{name}}}", value)
+        return override
 
     def row_lengths(self) -> list[int]:
         """All lengths of rows that some variant distils on."""

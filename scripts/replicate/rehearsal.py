@@ -66,7 +66,9 @@ def rehearse(work: Work, folder: Path) -> list[str]:
         if kind in seen:
             continue
         seen.add(kind)
-        variant = variant.model_copy(update={"set": tuple(s for s in variant.set if "scan:" not in s)})
+        # Of random weights nothing can be scanned: the recipe's layers.
+        kept = tuple(s for s in variant.set if not s.startswith("convert.layers="))
+        variant = variant.model_copy(update={"set": kept})
         phases = work.recipe(variant).phases
         short = tuple(f"phases.{i}.tokens={STEPS * p.batch_tokens}" for i, p in enumerate(phases))
         try:
