@@ -251,6 +251,28 @@ def test_a_control_of_equal_flops_goes_on_after_the_same_rows(tmp_path, teacher,
         check_same_rows(run)
 
 
+def test_a_control_of_equal_tokens_runs_beside_its_run(tmp_path, teacher, capsys):
+    recipe, run = make_recipe(teacher), tmp_path / "run"
+    distill(recipe, run)
+    manifest = json.loads((run / "manifest.json").read_text())
+    under_way = {key: value for key, value in manifest.items() if key != "finished"}
+    (run / "manifest.json").write_text(json.dumps(under_way))
+    with pytest.raises(UserError, match="is not finished, so its FLOPs are not known"):
+        control(run, match="flops")
+    capsys.readouterr()
+    control(run)
+    assert "side_by_side" not in json.loads((run / "control" / "manifest.json").read_text())
+    assert "control / distill" not in capsys.readouterr().out
+    distill(recipe, run, resume=True)  # which ends last, and compares
+    assert "control / distill" in capsys.readouterr().out
+    assert json.loads((run / "control" / "manifest.json").read_text())["side_by_side"] == side_by_side(run)
+    mine = json.loads((run / "metrics.jsonl").read_text().splitlines()[3])["rows"]
+    changed = (run / "metrics.jsonl").read_text().replace(mine, "0" * 16)
+    (run / "metrics.jsonl").write_text(changed)
+    with pytest.raises(UserError, match="the control saw other rows"):
+        control(run, resume=True)
+
+
 def test_segments_of_a_control_are_cut_or_go_on(teacher):
     recipe = make_recipe(teacher, "phases.1.batch_tokens=128")
     assert control_stages(recipe)[0].segments == ((256, 2), (256, 4))

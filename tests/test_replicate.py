@@ -294,7 +294,7 @@ def test_a_plan_like_another_has_its_variants_with_names_of_its_own(tmp_path):
     found, like = (Work(name, tmp_path) for name in ("embedded", "h200"))
     assert found.plan.variants == like.plan.variants and found.plan.teacher != like.plan.teacher
     for work, layers, lengths in ((found, "scan:1", [512, 2048]), (like, "scan:2", [1024, 4096])):
-        assert work.recipe(work.variant("scan-long")).convert.layers == layers
+        assert work.recipe(work.variant("long")).convert.layers == layers
         assert work.row_lengths() == lengths
 
 
@@ -333,7 +333,7 @@ def test_every_job_is_its_own_command(tmp_path):
     assert {name: command[0].removeprefix("scripts.") for name, command in found.items()} == {
         "corpus": "replicate.data", "data": "replicate.data", "speed": "teacher.speed", "teacher": "teacher",
         "rehearsal": "replicate.rehearsal", "teacher-reads": "replicate.job", "main": "replicate.job",
-        "long": "replicate.job",
+        "main-control": "replicate.job", "long": "replicate.job", "long-control": "replicate.job",
     }  # fmt: skip
     assert (found["corpus"][-1], found["data"][-1]) == ("corpus", "data")
     assert [found[name][1] for name in ("teacher-reads", "main", "long")] == ["teacher", "main", "long"]
@@ -374,3 +374,16 @@ def test_the_whole_chain(tmp_path, monkeypatch):
     a = Analysis(unpack(pack(work)))
     assert a.complete and len(a.records) == 3 * len(TASKS) * 2
     assert {"length", "depth", "maps", "perplexity", "curves"} <= set(draw(a, tmp_path / "images"))
+
+
+def test_a_control_begins_with_its_run_and_not_before(tmp_path):
+    work = Work("tiny", tmp_path)
+    args = argparse.Namespace(
+        plan="tiny", only=["main"], speed=False, rehearse=False, workers=1, text=[], valid=[], test=[]
+    )
+    (own,) = (job for job in jobs(work, args) if job.name == "main-control")
+    assert not own.ready()
+    run = work.run(work.variant("main"))
+    run.mkdir(parents=True)
+    (run / "manifest.json").write_text("{}")
+    assert own.ready() and own.command()[-1] == "--control"

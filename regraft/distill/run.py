@@ -87,18 +87,21 @@ def distill(
     teacher = load_model(recipe.teacher.model, revision=recipe.teacher.revision)
     student = load_model(str(out / START))
     _train(recipe, out, student, teacher, tuple(manifest["layers"]), stages, resume, engine, console)
+    _compare(out, engine, console)
 
 
 def control(run: Path, *, match: str = "tokens", resume: bool = False, overwrite: bool = False) -> None:
     """Train the matched control of a run: the teacher's own layers, the run's rows in the run's order.
 
     Args:
-        run: a finished run directory.
+        run: a run directory. Where tokens are matched it may still be under way, on another device say;
+            whoever ends last compares the two.
         match: what is equal: `tokens`, or `flops`, the teacher's forward passes included.
         resume, overwrite: as in `distill`.
 
     Raises:
-        UserError: `run` is no finished run, or its control exists.
+        UserError: `run` is no run, or not a finished one where FLOPs are to be matched, or its control
+            exists, or the two saw other rows.
     """
     run = Path(run)
     parent = read_manifest(run)
@@ -116,9 +119,17 @@ def control(run: Path, *, match: str = "tokens", resume: bool = False, overwrite
         raise UserError(out, f"was begun with --match {manifest['match']}.", fix)
     stages = control_stages(recipe, manifest["phases"], manifest["tokens"])
     _train(recipe, out, model, None, layers, stages, resume, engine, console)
-    check_same_rows(run)
+    _compare(run, engine, console)
+
+
+def _compare(run: Path, engine: Engine, console: Console) -> None:
+    """Where a run and its control are both finished: that they saw the same rows, and what they took."""
     both = side_by_side(run)
-    engine.once(lambda: write_json(out / MANIFEST, {**read_manifest(out), "side_by_side": both}))
+    if not both:
+        return
+    check_same_rows(run)
+    out = run / CONTROL / MANIFEST
+    engine.once(lambda: write_json(out, {**read_manifest(out.parent), "side_by_side": both}))
     console.print(cost_table(both))
 
 
@@ -170,8 +181,9 @@ def _begin_control(
     recipe: Recipe, out: Path, overwrite: bool, parent: dict[str, Any], match: str, config: RegraftConfig
 ) -> None:
     """Make the control's directory in one piece."""
-    if "finished" not in parent:
-        raise UserError(out.parent, "is not finished.", "bring it to its end with --resume.")
+    if match == "flops" and "finished" not in parent:
+        fix = "bring it to its end with --resume, or match tokens."
+        raise UserError(out.parent, "is not finished, so its FLOPs are not known.", fix)
     _refuse_run(out, overwrite)
     phases = [*(parent["parent"] or {}).get("phases", ()), *parent["phases"]]
     tokens = None

@@ -1,4 +1,4 @@
-"""One job in a process of its own: make a student and its control, or let models read the documents."""
+"""One job in a process of its own: make a student or a control and let it read the documents."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ SCAN_DOCUMENTS = 16
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def train(work: Work, variant: Variant, extra: tuple[str, ...] = ()) -> None:
-    """Distil a variant, and its control where it has one; what is finished is left alone."""
-    recipe = work.recipe(variant, (f"teacher.dtype={DTYPE}", *extra))
+def train(work: Work, variant: Variant, role: str, extra: tuple[str, ...] = ()) -> None:
+    """Make a student or a control; a finished one is left alone."""
     run = work.run(variant)
-    if not _finished(run):
-        distill(recipe, run, resume=True)
-    if variant.control and not _finished(run / CONTROL):
+    if _finished(run if role == STUDENT else run / CONTROL):
+        return
+    if role == STUDENT:
+        distill(work.recipe(variant, (f"teacher.dtype={DTYPE}", *extra)), run, resume=True)
+    else:
         control(run, resume=True)
 
 
@@ -106,7 +107,8 @@ def records_file(folder: Path, name: str) -> Path:
 
 def main() -> None:
     ap = argparse.ArgumentParser(prog="python -m scripts.replicate.job", description=__doc__)
-    ap.add_argument("name", help="`teacher` (reads documents), or a variant: train it, then both read")
+    ap.add_argument("name", help="`teacher` (reads documents), or a variant: train it, then it reads")
+    ap.add_argument("--control", action="store_true", help="the control of the variant")
     ap.add_argument("--plan", required=True)
     ap.add_argument("--work", type=Path, required=True)
     ap.add_argument("--set", action="append", default=[], help="a further override of the recipe")
@@ -116,9 +118,9 @@ def main() -> None:
     if args.name == "teacher":
         read(work, [(None, TEACHER)], args.samples)
         return
-    variant = work.variant(args.name)
-    train(work, variant, tuple(args.set))
-    read(work, [(variant, role) for role in (STUDENT, *([CONTROL] if variant.control else []))], args.samples)
+    variant, role = work.variant(args.name), CONTROL if args.control else STUDENT
+    train(work, variant, role, tuple(args.set))
+    read(work, [(variant, role)], args.samples)
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class Work:
     def recipe(self, variant: Variant, extra: tuple[str, ...] = ()) -> Recipe:
         """The variant's recipe, complete."""
         path = self.beside / self.plan.recipe
-        own = [*self.plan.set, *map(self._named, variant.set), *extra]
+        own = [*map(self._named, (*self.plan.set, *variant.set)), *extra]
         seq_len = load_recipe(path, own).data.seq_len
         share = self.plan.needles
         # Documents are drawn by weight, and all of them are as long as a row.

@@ -72,7 +72,7 @@ def rehearse(work: Work, folder: Path) -> list[str]:
         phases = work.recipe(variant).phases
         short = tuple(f"phases.{i}.tokens={STEPS * p.batch_tokens}" for i, p in enumerate(phases))
         try:
-            train(small, variant, short)
+            train(small, variant, STUDENT, short)
             read(small, [(variant, STUDENT)], samples=1)
             print(f"rehearsed {variant.name}", flush=True)
         except Exception:  # the other mixers are to be seen as well

@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
+from regraft.distill.parent import MANIFEST
 from regraft.errors import UserError
 from scripts.replicate.job import records_file
-from scripts.replicate.plan import Work, model_name
+from scripts.replicate.plan import CONTROL, STUDENT, Work, model_name
 from scripts.replicate.results import pack
 
 POLL_SECONDS = 0.2
@@ -40,6 +41,7 @@ class Job:
     command: Callable[[], list[str]]
     needs: tuple[str, ...]
     done: Callable[[], bool]
+    ready: Callable[[], bool] = lambda: True  # what else has to be there
     kind: str = ""  # jobs of one kind take about as long
     plain: bool = False  # without the packages of `--site`
     beside: bool = False  # takes no place among the `--jobs`
@@ -82,12 +84,16 @@ def jobs(work: Work, args: argparse.Namespace) -> Iterator[Job]:
     for variant in plan.variants:
         if args.only and variant.name not in args.only:
             continue
-        files = [records_file(here, model_name(v, role)) for v, role in plan.models() if v is variant]
         yield Job(
             variant.name, lambda name=variant.name: [*job, name, *at], needs,  # type: ignore[misc]
-            lambda files=files: all(file.is_file() for file in files),  # type: ignore[misc]
-            kind="control" if variant.control else "variant",
+            records_file(here, model_name(variant, STUDENT)).is_file, kind=STUDENT,
         )  # fmt: skip
+        if variant.control:  # beside its student, whose conversion says which layers it trains
+            yield Job(
+                f"{variant.name}-control", lambda name=variant.name: [*job, name, *at, "--control"], needs,  # type: ignore[misc]
+                records_file(here, model_name(variant, CONTROL)).is_file,
+                ready=(work.run(variant) / MANIFEST).is_file, kind=CONTROL,
+            )  # fmt: skip
 
 
 def _kernels(speed: Path) -> list[str]:
@@ -124,7 +130,7 @@ class Runner:
         return not self.failed and not self.todo
 
     def _can(self, job: Job) -> bool:
-        return self.done.issuperset(job.needs) and not self._late(job)
+        return self.done.issuperset(job.needs) and job.ready() and not self._late(job)
 
     def _late(self, job: Job) -> bool:
         expected = self.longest.get(job.kind, 0.0)
