@@ -128,6 +128,65 @@ def test_a_seed_without_its_control_is_left_out():
     assert overall(a.gains, student="student", baseline="control", task="mean")[1024]["difference"] == 1.0
 
 
+@pytest.mark.parametrize("plan", ["h200", "embedded"])
+def test_every_variant_of_a_plan_is_in_a_comparison_with_its_control_or_an_ablation(plan):
+    plan = load_plan(plan)[0]
+    names = [model_name(*model) for model in plan.models()]
+    found = Results(plan=plan.model_dump(mode="json"), models={name: {"name": name} for name in names})
+    found.records = [r for name in names for r in records(name, 0.5, 10, ("niah_single_2",))]
+    found.perplexity = [r for name in names for r in nll(name, 1.0)]
+    a = Analysis(found)
+    seeds = {own.base: own.seeds for own in (a, *a.others)}
+    assert seeds == {
+        "main": ["main", "main-1", "main-2"], "even": ["even", "even-1", "even-2"], "long": ["long"],
+    }  # fmt: skip
+    assert {v.name for v in plan.variants} - {x for own in seeds.values() for x in own} == {
+        own.name for own in a.ablations
+    }
+
+
+def test_other_comparisons_are_against_their_own_control_and_seeds():
+    found = results(
+        teacher=0.5, main__student=1.0, main__control=0.0, even__student=1.0, even__control=1.0,
+        even_1__student=0.0, even_1__control=0.0, isotropic__student=0.0,
+    )  # fmt: skip
+    like = found.plan["variants"][0]
+    found.plan["variants"] += [like | {"name": name} for name in ("even", "even-1")]
+    found.models["even/student"]["layers"] = [1, 3]
+    a = Analysis(found)
+    (even,) = a.others
+    assert (even.base, even.seeds, even.layers) == ("even", ["even", "even-1"], "1, 3")
+    assert overall(even.scores, model="student", task="mean")[1024]["mean"] == 0.5
+    assert overall(even.gains, student="student", baseline="control", task="mean")[1024]["high"] == 0.0
+    text = sections(a, {})
+    assert "| main | student | 100.0 | 100.0 |" in text and "| even | student | 50.0 | 50.0 |" in text
+    assert "| layers 1, 3 | control | 50.0 | 50.0 |  |" in text and "| 2 seeds | student - control |" in text
+    assert "| even-1 | +0.0 [+0.0, +0.0] |" in text and "| main-1 |" not in text
+    tenths = {line.split(" | ")[0][2:]: line for line in text.splitlines() if line.count(" | ") == 10}
+    assert tenths["main student"].count("100.0") == tenths["even control"].count("50.0") == 10
+    assert tenths["isotropic"].count(" 0.0 ") == 10
+
+
+@pytest.mark.parametrize("left_out", range(12))
+def test_whatever_is_finished_has_tables(left_out):
+    """Every model missing in turn, then all from the first one missing on."""
+    names = [
+        "teacher",
+        "main/student",
+        "main/control",
+        "main-1/student",
+        "main-1/control",
+        "isotropic/student",
+    ]
+    kept = names[:left_out] + names[left_out + 1 :] if left_out < 6 else names[: left_out - 6]
+    a = Analysis(results(**{name.replace("/", "__").replace("-", "_"): 0.5 for name in kept}))
+    text = sections(a, {})
+    pairs = [seed for seed in ("main", "main-1") if {f"{seed}/student", f"{seed}/control"} <= {*kept}]
+    assert a.seeds == pairs and ("### Goals" in text) == a.complete == ("teacher" in kept and bool(pairs))
+    assert ("### Ablations" in text) == ({"main/student", "isotropic/student"} <= {*kept})
+    assert ("### The teacher" in text) == ("teacher" in kept)
+
+
 def test_tables_hold_what_there_is_and_nothing_else(tmp_path):
     partial = Analysis(results(teacher=0.5))
     text = sections(partial, {})

@@ -1,4 +1,4 @@
-"""From results to rows: seeds of the main comparison pooled, differences paired by document."""
+"""From results to rows: seeds of a comparison pooled, differences paired by document."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from regraft.report.statistics import MEAN, Row, differences, table
 from scripts.replicate.plan import CONTROL, STUDENT, TEACHER
 from scripts.replicate.results import Results
 
-MAIN = "main"  # variants of this name, and with a number behind it, are seeds of one comparison
+MAIN = "main"  # the comparison that has sections of its own
+PAIRS = ((STUDENT, CONTROL), (STUDENT, TEACHER), (CONTROL, TEACHER))
 RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """A variant that is no seed of the main comparison, with what it is compared with."""
+    """A variant without a control, and what it is compared with."""
 
     name: str
     question: str
@@ -33,12 +34,17 @@ class Ablation:
 
 
 class Analysis:
-    """Tables of a replication; `student` and `control` are means over the seeds that are finished."""
+    """Tables of one comparison; `student` and `control` are means over its seeds that are finished.
 
-    def __init__(self, results: Results) -> None:
-        self.results = results
+    Args:
+        results: of a whole replication.
+        base: the variant compared with its control; its other seeds have its name and a number behind it.
+    """
+
+    def __init__(self, results: Results, base: str = MAIN) -> None:
+        self.results, self.base = results, base
         names = list(results.models)
-        seeds = [v["name"] for v in results.plan["variants"] if _is_seed(v["name"])]
+        seeds = _comparisons(results).get(base, [])
         # both or none: a seed without its control would be a mean over other data
         self.seeds = [s for s in seeds if {f"{s}/{STUDENT}", f"{s}/{CONTROL}"} <= set(names)]
         pools = {role: [f"{seed}/{role}" for seed in self.seeds] for role in (STUDENT, CONTROL)}
@@ -61,9 +67,16 @@ class Analysis:
 
     @cached_property
     def gains(self) -> list[Row]:
-        """Student minus control and student minus teacher."""
-        pairs = [(STUDENT, CONTROL), (STUDENT, TEACHER), (CONTROL, TEACHER)] if self.complete else []
-        return [row for a, b in pairs for row in differences(self.records, a, b, resamples=RESAMPLES)]
+        """Differences of every pair over whole documents."""
+        return [row for pair in PAIRS for row in _gains(self.records, *pair)] if self.complete else []
+
+    @cached_property
+    def depth_gains(self) -> list[Row]:
+        """Student minus control and student minus teacher by tenth of depth."""
+        if not self.complete:
+            return []
+        rows = (differences(self.records, STUDENT, b, resamples=RESAMPLES) for b in (CONTROL, TEACHER))
+        return [row for found in rows for row in found if row["depth"] is not None]
 
     @cached_property
     def perplexities(self) -> list[Row]:
@@ -84,19 +97,25 @@ class Analysis:
 
     @cached_property
     def seed_gains(self) -> dict[str, list[Row]]:
-        """Student minus control of every seed by itself, over the whole document."""
+        """Student minus control of every seed by itself, over whole documents."""
         return {
             seed: _gains(self.results.records, f"{seed}/{STUDENT}", f"{seed}/{CONTROL}")
             for seed in self.seeds
         }
 
     @cached_property
+    def others(self) -> list[Analysis]:
+        """The other comparisons with a control that are finished, each with its own seeds."""
+        bases = (base for base in _comparisons(self.results) if base != self.base)
+        return [own for own in (Analysis(self.results, base) for base in bases) if own.complete]
+
+    @cached_property
     def ablations(self) -> list[Ablation]:
-        """All variants that are finished, each against what the plan says."""
+        """All variants without a control that are finished, each against what the plan says."""
         done, found = self.results.models, []
         for variant in self.results.plan["variants"]:
             student, against = f"{variant['name']}/{STUDENT}", variant["against"]
-            if _is_seed(variant["name"]) or student not in done or against not in done:
+            if variant["control"] or student not in done or against not in done:
                 continue
             gains = _gains(self.results.records, student, against)
             ratios = perplexity_differences(self.results.perplexity, student, against, resamples=RESAMPLES)
@@ -111,6 +130,23 @@ class Analysis:
             for name, model in self.results.models.items()
             if "traces" in model.get("inside", {})
         }
+
+    @cached_property
+    def profiles(self) -> dict[str, dict[int, Row]]:
+        """What every model found of the longest documents by tenth of depth; seeds of a comparison pooled."""
+        own: dict[str, tuple[str, list[Row]]] = {}
+        for comparison in (self, *self.others):
+            for role in comparison.models:
+                label = role if role == TEACHER else f"{comparison.base} {role}"
+                own[label] = role, comparison.records
+        own |= {ablation.name: (ablation.student, self.results.records) for ablation in self.ablations}
+        return {label: _by_depth(records, model, self.lengths[-1]) for label, (model, records) in own.items()}
+
+    @property
+    def layers(self) -> str:
+        """The converted layers."""
+        first = self.results.models[f"{self.seeds[0]}/{STUDENT}"]
+        return ", ".join(map(str, first.get("layers", ())))
 
     @property
     def lengths(self) -> list[int]:
@@ -129,14 +165,24 @@ def _trace(fields: dict[str, Any]) -> Trace:
     return Trace(**arrays)
 
 
-def _is_seed(name: str) -> bool:
-    head, _, number = name.partition("-")
-    return head == MAIN and (not number or number.isdecimal())
+def _comparisons(results: Results) -> dict[str, list[str]]:
+    """Variants with a control: seeds by the name of their comparison, in the order of the plan."""
+    names = [variant["name"] for variant in results.plan["variants"] if variant["control"]]
+    found: dict[str, list[str]] = {}
+    for name in names:
+        head, _, number = name.rpartition("-")
+        found.setdefault(head if number.isdecimal() and head in names else name, []).append(name)
+    return found
 
 
 def _gains(records: Sequence[Row], student: str, against: str) -> list[Row]:
-    own = [r for r in records if r["model"] in (student, against)]
-    return [r for r in differences(own, student, against, resamples=RESAMPLES) if r["depth"] is None]
+    own = [{**r, "needles": []} for r in records if r["model"] in (student, against)]  # no depth
+    return differences(own, student, against, resamples=RESAMPLES)
+
+
+def _by_depth(records: Iterable[Row], model: str, length: int) -> dict[int, Row]:
+    rows = table(r for r in records if (r["model"], r["length"]) == (model, length))
+    return {row["depth"]: row for row in rows if row["task"] == MEAN and row["depth"] is not None}
 
 
 def _pooled(records: Iterable[Row], members: Sequence[str], name: str) -> list[Row]:
@@ -184,4 +230,4 @@ def overall(rows: Iterable[Row], **wanted: Any) -> dict[int, Row]:
     }
 
 
-__all__ = ["CONTROL", "MAIN", "MEAN", "STUDENT", "TEACHER", "Ablation", "Analysis", "overall"]
+__all__ = ["CONTROL", "MAIN", "MEAN", "PAIRS", "STUDENT", "TEACHER", "Ablation", "Analysis", "overall"]

@@ -27,6 +27,7 @@ from scripts.replicate.tables import sections
 
 BEGIN, END = "<!-- results: made by scripts/replicate/figures.py -->", "<!-- end of results -->"
 COLOURS = {TEACHER: STYLES[2], STUDENT: STYLES[0], CONTROL: STYLES[1]}
+DIFFERENCE_COLOURS = {CONTROL: STYLES[3], TEACHER: STYLES[4]}
 DIFFERENCES = "PuOr"
 
 
@@ -71,28 +72,27 @@ def by_length(a: Analysis) -> Figure | None:
 
 
 def by_depth(a: Analysis) -> Figure | None:
-    """The paper's Figure 5a: gains by depth, a panel per length."""
+    """Shares by depth, and the paper's Figure 5a, gains by depth; a column per length."""
     if not a.complete:
         return None
-    figure, axes = _grid(len(a.lengths), 4, 2.6, 2.6)
-    for axis, length in zip(axes, a.lengths, strict=False):
-        for baseline in (CONTROL, TEACHER):
-            own = [
-                row for row in a.gains
-                if (row["student"], row["baseline"], row["task"], row["length"])
-                == (STUDENT, baseline, MEAN, length) and row["depth"] is not None
-            ]  # fmt: skip
-            own.sort(key=lambda row: row["depth"])
-            x = [(row["depth"] + 0.5) * 100 / DECILES for row in own]
-            _line(axis, x, own, "difference", f"student - {baseline}", *COLOURS[baseline], factor=100)
-        axis.axhline(0, color="#555555", linewidth=0.8)
-        axis.set_xlim(0, 100)
-        if axis is not axes[0]:
-            axis.sharey(axes[0])
-        axis.set_title(f"{length:,} tokens", fontsize=9, loc="left")
-    figure.supylabel("points, mean of six tasks", fontsize=9)
+    columns = len(a.lengths)
+    figure = Figure(figsize=(2.6 * columns + 0.6, 5.2), layout="constrained")
+    axes = figure.subplots(2, columns, squeeze=False, sharex=True, sharey="row")
+    for (upper, lower), length in zip(axes.T, a.lengths, strict=True):
+        for role in a.models:
+            _profile(upper, a.scores, "mean", role, COLOURS[role], length=length, model=role)
+        for other in (CONTROL, TEACHER):
+            _profile(
+                lower, a.depth_gains, "difference", f"student - {other}", DIFFERENCE_COLOURS[other],
+                length=length, baseline=other,
+            )  # fmt: skip
+        lower.axhline(0, color="#555555", linewidth=0.8)
+        upper.set_title(f"{length:,} tokens", fontsize=9, loc="left")
+    axes[0, 0].set(xlim=(0, 100), ylim=(-3, 103))
+    axes[0, 0].set_ylabel("values found, %", fontsize=9)
+    axes[1, 0].set_ylabel("points", fontsize=9)
     figure.supxlabel("depth of the needle, % of the context (0 = top of the document)", fontsize=9)
-    return _legend(figure, axes[0])
+    return _legend(figure, axes[0, 0], axes[1, 0])
 
 
 def maps(a: Analysis) -> Figure | None:
@@ -100,8 +100,7 @@ def maps(a: Analysis) -> Figure | None:
     if not a.complete:
         return None
     cells = {
-        (row["task"], row["depth"], row["length"]): row for row in a.gains
-        if (row["student"], row["baseline"]) == (STUDENT, CONTROL) and row["depth"] is not None
+        (row["task"], row["depth"], row["length"]): row for row in a.depth_gains if row["baseline"] == CONTROL
     }  # fmt: skip
     panels = [MEAN, *a.tasks]
     chance = max(row["n"] ** -0.5 for row in cells.values())
@@ -194,8 +193,7 @@ def curves(a: Analysis) -> Figure | None:
     figure, (left, right) = _grid(2, 2, 4.2, 3.0)
     for i, (name, model) in enumerate(runs.items()):
         _, _, tokens, losses, evidence = zip(*model["curve"], strict=True)
-        colour, _, line = STYLES[i % len(STYLES)]
-        line = line if i < len(STYLES) else ":"
+        colour, line = STYLES[i % len(STYLES)][0], ("-", "--", ":")[i // len(STYLES) % 3]
         millions = [n / 1e6 for n in tokens]
         left.plot(millions, losses, line, color=colour, linewidth=1.2, label=name.removesuffix(f"/{STUDENT}"))
         if any(e is not None for e in evidence):
@@ -232,6 +230,20 @@ def _line(
     _plain(axis)
 
 
+def _profile(
+    axis: Axes, rows: Sequence[Row], field: str, label: str, style: tuple[str, str, str], **wanted: Any
+) -> None:
+    """Rows of the mean over tasks with the wanted fields, by depth."""
+    wanted["task"] = MEAN
+    own = [
+        row for row in rows
+        if row["depth"] is not None and all(row[key] == value for key, value in wanted.items())
+    ]  # fmt: skip
+    own.sort(key=lambda row: row["depth"])
+    x = [(row["depth"] + 0.5) * 100 / DECILES for row in own]
+    _line(axis, x, own, field, label, *style, factor=100)
+
+
 def _plain(axis: Axes) -> None:
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
@@ -249,10 +261,14 @@ def _lengths(axis: Axes, a: Analysis) -> None:
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
 
 
-def _legend(figure: Figure, axis: Axes) -> Figure:
-    handles, labels = axis.get_legend_handles_labels()
+def _legend(figure: Figure, *axes: Axes) -> Figure:
+    found = {
+        label: handle
+        for axis in axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(
-        handles, labels, loc="outside upper left", ncols=min(5, len(labels)), frameon=False, fontsize=8.5
+        found.values(), found, loc="outside upper left", ncols=min(5, len(found)), frameon=False, fontsize=8.5
     )
     return figure
 

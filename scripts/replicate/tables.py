@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from regraft.report.inspection import calibration
 from regraft.report.statistics import Row
-from scripts.replicate.analysis import CONTROL, MEAN, STUDENT, TEACHER, Analysis, overall
+from scripts.replicate.analysis import CONTROL, MEAN, PAIRS, STUDENT, TEACHER, Analysis, overall
 
 PAPER = {  # 340M Gated DeltaNet, four of 24 layers, 2k to 16k: Table 4 and section 4.3 of the paper
     TEACHER: (49.5, 31.1, 16.8, 7.9),
@@ -18,7 +19,10 @@ NAMES = {TEACHER: "teacher", STUDENT: "Bayesian student", CONTROL: "control"}
 
 def sections(a: Analysis, pictures: dict[str, str]) -> str:
     """All sections that there are results for."""
-    made = (goals, retrieval, by_task, by_depth, perplexity, seeds, ablations, inside, teacher, memory, cost)
+    made = (
+        goals, retrieval, by_task, by_depth, perplexity, others, seeds, ablations,
+        inside, teacher, memory, cost,
+    )  # fmt: skip
     texts = [text for make in made if (text := make(a, pictures))]
     return "\n\n".join(texts) + "\n" if texts else ""
 
@@ -59,16 +63,16 @@ def retrieval(a: Analysis, pictures: dict[str, str]) -> str:
     for role in a.models:
         own = overall(a.scores, model=role, task=MEAN)
         rows.append([f"{NAMES[role]}, ours", *(_share(own[n]) for n in a.lengths)])
-    for student, baseline in ((STUDENT, CONTROL), (STUDENT, TEACHER), (CONTROL, TEACHER)):
+    for student, baseline in PAIRS if a.complete else ():
         own = overall(a.gains, student=student, baseline=baseline, task=MEAN)
-        if own:
-            rows.append([f"{student} - {baseline}, ours", *(_gain(own[n]) for n in a.lengths)])
+        rows.append([f"{student} - {baseline}, ours", *(_gain(own[n]) for n in a.lengths)])
     if len(a.lengths) == len(PAPER[TEACHER]):
         rows += [[f"{NAMES[role]}, paper", *(f"{x:.1f}" for x in PAPER[role])] for role in NAMES]
         for other in (CONTROL, TEACHER):
             gaps = (x - y for x, y in zip(PAPER[STUDENT], PAPER[other], strict=True))
             rows.append([f"student - {other}, paper", *(f"{x:+.1f}" for x in gaps)])
-    note = f"Means over {len(a.seeds)} seeds; brackets are 95 % intervals over documents, differences paired."
+    pooled = f"Layers {a.layers}, means over {len(a.seeds)} seeds. " if a.complete else ""
+    note = f"{pooled}Brackets are 95 % intervals over documents, differences paired."
     return "\n\n".join(["### Retrieval", _table(head, rows), note, *_figure(pictures, "length")])
 
 
@@ -94,7 +98,7 @@ def by_depth(a: Analysis, pictures: dict[str, str]) -> str:
     if not a.complete:
         return ""
     head = ["student - control, points", *(_times(a, n) for n in a.lengths)]
-    gains = [r for r in a.gains if (r["student"], r["baseline"], r["task"]) == (STUDENT, CONTROL, MEAN)]
+    gains = (r for r in a.depth_gains if (r["baseline"], r["task"]) == (CONTROL, MEAN))
     cells = {(r["depth"], r["length"]): r for r in gains}
     rows = [
         [f"{tenth / 10:.1f}-{(tenth + 1) / 10:.1f}",
@@ -102,7 +106,23 @@ def by_depth(a: Analysis, pictures: dict[str, str]) -> str:
         for tenth in range(10)
     ]  # fmt: skip
     figures = [*_figure(pictures, "depth"), *_figure(pictures, "maps")]
-    return "\n\n".join(["### By depth", *figures, _table(head, rows)])
+    return "\n\n".join(["### By depth", *figures, _table(head, rows), _profiles(a)])
+
+
+def _profiles(a: Analysis) -> str:
+    """Every model at the longest length, where depth tells most."""
+    tenths = range(10)
+    head = [f"found at {_times(a, a.lengths[-1])}, %", *(f"{t / 10:.1f}-{(t + 1) / 10:.1f}" for t in tenths)]
+    rows = [
+        [name, *(f"{100 * own[t]['mean']:.1f}" if t in own else "" for t in tenths)]
+        for name, own in a.profiles.items()
+    ]
+    half = max((row["high"] - row["low"]) / 2 for own in a.profiles.values() for row in own.values())
+    note = (
+        "Mean of six tasks, seeds of a comparison pooled, variants without a control one seed. A 95 %"
+        f" interval of one such share by itself is at most {100 * half:.0f} points to either side."
+    )
+    return f"{_table(head, rows)}\n\n{note}"
 
 
 def perplexity(a: Analysis, pictures: dict[str, str]) -> str:
@@ -127,16 +147,36 @@ def perplexity(a: Analysis, pictures: dict[str, str]) -> str:
     return "\n\n".join(["### Perplexity", _table(head, rows), note, *_figure(pictures, "perplexity")])
 
 
-def seeds(a: Analysis, _: dict[str, str]) -> str:
-    """Each seed by itself."""
-    if len(a.seeds) < 2:
+def others(a: Analysis, _: dict[str, str]) -> str:
+    """All students with a control of their own side by side."""
+    if not a.others:
         return ""
+    head = ["comparison", "mean of six tasks, %", *(_times(a, n) for n in a.lengths), "perplexity"]
+    rows = [line for own in (a, *a.others) if own.complete for line in _comparison(own)]
+    note = "Differences in points, perplexity where it differs most from the teacher's."
+    return "\n\n".join(["### Students with a control of their own, side by side", _table(head, rows), note])
+
+
+def _comparison(a: Analysis) -> Iterator[list[str]]:
+    names = iter([a.base, f"layers {a.layers}", f"{len(a.seeds)} seed{'s' * (len(a.seeds) > 1)}"])
+    for role in (STUDENT, CONTROL):
+        own = overall(a.scores, model=role, task=MEAN)
+        yield [next(names, ""), role, *(f"{100 * own[n]['mean']:.1f}" for n in a.lengths), ""]
+    for student, baseline in PAIRS:
+        own = overall(a.gains, student=student, baseline=baseline, task=MEAN)
+        cost = _worst(overall(a.ratios, student=student)) if baseline == TEACHER else ""
+        yield [next(names, ""), f"{student} - {baseline}", *(_gain(own[n]) for n in a.lengths), cost]
+
+
+def seeds(a: Analysis, _: dict[str, str]) -> str:
+    """Each seed by itself, where a comparison has several."""
     head = ["student - control, mean of six tasks", *(_times(a, n) for n in a.lengths)]
     rows = [
         [seed, *(_gain(overall(gains, task=MEAN)[n]) for n in a.lengths)]
-        for seed, gains in a.seed_gains.items()
-    ]
-    return "### Seeds\n\n" + _table(head, rows)
+        for own in (a, *a.others) if len(own.seeds) > 1
+        for seed, gains in own.seed_gains.items()
+    ]  # fmt: skip
+    return "### Seeds\n\n" + _table(head, rows) if rows else ""
 
 
 def ablations(a: Analysis, pictures: dict[str, str]) -> str:
@@ -146,11 +186,8 @@ def ablations(a: Analysis, pictures: dict[str, str]) -> str:
     head = ["variant", "question", "against", *(_times(a, n) for n in a.lengths), "perplexity"]
     rows = []
     for own in a.ablations:
-        gains = overall(own.gains, task=MEAN)
-        worst = max(overall(own.ratios).values(), key=lambda r: abs(r["ratio"] - 1))
-        rows.append(
-            [own.name, own.question, own.against, *(_gain(gains[n]) for n in a.lengths), _cost(worst)]
-        )
+        gains, cost = overall(own.gains, task=MEAN), _worst(overall(own.ratios))
+        rows.append([own.name, own.question, own.against, *(_gain(gains[n]) for n in a.lengths), cost])
     note = "Points of the mean over six tasks, one seed; perplexity where it differs most."
     return "\n\n".join(["### Ablations", _table(head, rows), note, *_figure(pictures, "ablations")])
 
@@ -198,21 +235,29 @@ def memory(a: Analysis, _: dict[str, str]) -> str:
 
 
 def teacher(a: Analysis, _: dict[str, str]) -> str:
-    """What the teacher is."""
-    found = a.results.teacher
-    if not found:
-        return ""
+    """What the teacher is, and what it finds."""
+    parts = [_table(["", ""], _training(a.results.teacher))] if a.results.teacher else []
+    if TEACHER in a.models:
+        head = ["teacher, %", *(_times(a, n) for n in a.lengths)]
+        shares = {task: overall(a.scores, model=TEACHER, task=task) for task in (*a.tasks, MEAN)}
+        rows = [[task, *(f"{100 * own[n]['mean']:.1f}" for n in a.lengths)] for task, own in shares.items()]
+        parts.append(_table(head, rows))
+    return "\n\n".join(["### The teacher", *parts]) if parts else ""
+
+
+def _training(found: dict[str, Any]) -> list[list[str]]:
     books = found.get("book_tokens", 0) / max(1, found.get("tokens", 0))
-    rows = [
+    init = found.get("args", {}).get("init", "None")
+    return [
         ["parameters", f"{found['parameters']:,}"],
-        ["tokens", f"{found.get('tokens', 0):,}, {books:.0%} of them books"],
+        ["began with", "random weights" if init == "None" else "the weights of an earlier run"],
+        ["tokens of this run", f"{found.get('tokens', 0):,}, {100 * books:.0f} % of them books"],
         ["seconds of training", f"{found.get('seconds', 0):,.0f} on {found.get('card', 'a CPU')}"],
         ["steps of the levels", ", ".join(f"{k}: {v}" for k, v in found.get("passed", {}).items())],
         ["perplexity of held-out books, rows of its length", f"{found['perplexity']}"],
         ["model.safetensors, SHA-256", f"`{found['sha256'][:16]}`"],
         ["versions", f"torch {found['torch']}, transformers {found['transformers']}"],
     ]
-    return "### The teacher\n\n" + _table(["", ""], rows)
 
 
 def cost(a: Analysis, _: dict[str, str]) -> str:
@@ -250,13 +295,17 @@ def _share(row: Row) -> str:
 
 
 def _gain(row: Row) -> str:
-    low, middle, high = (100 * row[key] + 0.0 for key in ("low", "difference", "high"))
+    low, middle, high = (round(100 * row[key], 1) + 0.0 for key in ("low", "difference", "high"))
     return f"{middle:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def _cost(row: Row) -> str:
     low, middle, high = (100 * (row[key] - 1) for key in ("low", "ratio", "high"))
     return f"{middle:+.2f} % [{low:+.2f}, {high:+.2f}]"
+
+
+def _worst(rows: dict[int, Row]) -> str:
+    return _cost(max(rows.values(), key=lambda row: abs(row["ratio"] - 1)))
 
 
 _yes: Callable[[bool], str] = {True: "yes", False: "no"}.__getitem__
