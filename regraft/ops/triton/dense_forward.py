@@ -1,8 +1,7 @@
 """The dense gain pass, forward: a chain over the chunks that carries the covariance.
 
 A head's covariance is split by columns over D/64 programs, which hold it in registers. Once a chunk they
-leave their shares of S to a further program, which does nothing but factorise, and wait for what it makes of
-them.
+leave their shares of S to the first of them, which factorises, and wait for what it makes of them.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def _decays(
 @triton.jit
 def _factorise(
     shares, g, obs, obs_cov, evidence, n, factors, X, delta, work, counters, met,
-    H: tl.constexpr, HG: tl.constexpr, NB: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, SAVE: tl.constexpr,
+    H: tl.constexpr, HG: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """From the shares of K R' of a chunk of n tokens, what its programs need of `A = L Δ L'`.
 
@@ -66,7 +64,7 @@ def _factorise(
         tl.debug_barrier()
     S = sum_of_shares(shares, NB, C) * between
     A = mu * (S + tl.trans(tl.where(i[:, None] > i[None, :], S, 0.0)))
-    Xc, d = ldl(A + tl.where(i[:, None] == i[None, :], r_cov[:, None], 0.0), work, C, PRECISION)
+    Xc, d = ldl(A + tl.where(i[:, None] == i[None, :], r_cov[:, None], 0.0), work, C)
     N = Xc * between
     tl.store(factors + i[:, None] * C + i[None, :], N)
     tl.store(factors + C * C + i[:, None] + i[None, :] * C, N * (left * left * mu / d)[:, None])
@@ -93,7 +91,7 @@ def _chain(
         group, part = tl.program_id(0), 0
     else:  # in the order of the tickets, so that a program never waits for one that has not begun
         number = tl.atomic_add(counters, 1)
-        group, part = number // (NB + 1), number % (NB + 1)
+        group, part = number // NB, number % NB
     doc, hg = group // (H * G), group % (H * G)
     h = hg // G
     i = tl.arange(0, C)
@@ -104,80 +102,67 @@ def _chain(
     evidence += h
     partial += (group * NB).to(tl.int64) * C * C
     factors += group.to(tl.int64) * (2 * C + 1) * C
-    work += group.to(tl.int64) * (2 * C * C + C + 256)
+    work += group.to(tl.int64) * (C * C + C + 512)
     counters += 1 + 2 * group
     met = 0
-    if part == NB:
-        for chunk in range(begin_doc, end_doc):
-            begin = tl.load(start + chunk).to(tl.int64)
-            count = tl.load(stop + chunk) - begin.to(tl.int32)
-            block = chunk * (H * G) + hg.to(tl.int64)
-            met += 1
+    own = part * BD
+    rows, cols = tl.arange(0, BR)[:, None], own + tl.arange(0, BD)[None, :]
+    k += h // (H // HK) * D
+    kappa += hg * D
+    R += hg * D
+    U += hg * D
+    squared += h
+    noise += h
+    P = columns_of(cov + group.to(tl.int64) * D * D, own, D, BR, BD)
+    for chunk in range(begin_doc, end_doc):
+        begin = tl.load(start + chunk).to(tl.int64)
+        count = tl.load(stop + chunk) - begin.to(tl.int32)
+        there = i < count
+        b2 = tl.load(squared + begin * H + i * H, mask=there, other=0.0)
+        n = tl.load(noise + begin * H + i * H, mask=there, other=0.0)
+        block = chunk * (H * G) + hg.to(tl.int64)
+        R_at = R + begin * (H * G * D)
+        W = tl.zeros([C, BD], tl.float32)
+        for m in tl.static_range(D // BR):
+            Km = keys(k + begin * (HK * D) + m * BR, i, there, HK * D, BR)
+            W = key_dot(Km, P[m], W, PRECISION)
+        K_own = keys(k + begin * (HK * D) + own, i, there, HK * D, BD)
+        R_own = b2[:, None] * W + n[:, None] * K_own.to(tl.float32)
+        S = key_dot(K_own, tl.trans(R_own), tl.zeros([C, C], tl.float32), PRECISION)
+        put(R_at + own, i, there, H * G * D, R_own, BD)
+        # none writes its share again before it has the factors, so all shares have been read
+        tl.store(square(partial + part * (C * C), 0, 0, C, C, C), S)
+        met += 1
+        if NB > 1:
+            arrive(counters)
+        if part == 0:
             _factorise(
                 partial, g + begin * H, obs + begin * (H * G), obs_cov + begin * (H * G), evidence, count,
                 factors, X + block * (C * C), delta + block * C, work, counters, met,
-                H=H, HG=H * G, NB=NB, C=C, PRECISION=PRECISION, SAVE=SAVE,
+                H=H, HG=H * G, NB=NB, C=C, SAVE=SAVE,
             )  # fmt: skip
-    else:
-        own = part * BD
-        rows, cols = tl.arange(0, BR)[:, None], own + tl.arange(0, BD)[None, :]
-        k += h // (H // HK) * D
-        kappa += hg * D
-        R += hg * D
-        U += hg * D
-        squared += h
-        noise += h
-        P = columns_of(cov + group.to(tl.int64) * D * D, own, D, BR, BD)
-        for chunk in range(begin_doc, end_doc):
-            begin = tl.load(start + chunk).to(tl.int64)
-            count = tl.load(stop + chunk) - begin.to(tl.int32)
-            there = i < count
-            b2 = tl.load(squared + begin * H + i * H, mask=there, other=0.0)
-            n = tl.load(noise + begin * H + i * H, mask=there, other=0.0)
-            block = chunk * (H * G) + hg.to(tl.int64)
-            R_at = R + begin * (H * G * D)
-            W = tl.zeros([C, BD], tl.float32)
-            for m in tl.static_range(D // BR):
-                Km = keys(k + begin * (HK * D) + m * BR, i, there, HK * D, BR)
-                W = key_dot(Km, P[m], W, PRECISION)
-            K_own = keys(k + begin * (HK * D) + own, i, there, HK * D, BD)
-            R_own = b2[:, None] * W + n[:, None] * K_own.to(tl.float32)
-            S = key_dot(K_own, tl.trans(R_own), tl.zeros([C, C], tl.float32), PRECISION)
-            put(R_at + own, i, there, H * G * D, R_own, BD)
-            # none writes its share again before it has the factors, so all shares have been read
-            tl.store(square(partial + part * (C * C), 0, 0, C, C, C), S)
-            met += 1
-            if NB > 1:
-                arrive(counters)
-                if SAVE:
-                    put_columns(entry + block * D * D, P, own, D, BR, BD)
-                wait(counters + 1, met)
-            else:
-                if SAVE:
-                    put_columns(entry + block * D * D, P, own, D, BR, BD)
-                _factorise(
-                    partial, g + begin * H, obs + begin * (H * G), obs_cov + begin * (H * G), evidence, count,
-                    factors, X + block * (C * C), delta + block * C, work, counters, met,
-                    H=H, HG=H * G, NB=NB, C=C, PRECISION=PRECISION, SAVE=SAVE,
-                )  # fmt: skip
-            N = tl.load(square(factors, 0, 0, C, C, C), cache_modifier=".cg")
-            U_own = tl.dot(N, R_own, input_precision=PRECISION)
-            over = tl.load(factors + 2 * C * C + i, cache_modifier=".cg")
-            put(kappa + begin * (H * G * D) + own, i, there, H * G * D, U_own * over[:, None], BD)
-            if SAVE:
-                put(U + begin * (H * G * D) + own, i, there, H * G * D, U_own, BD)
-            # P0 changes by U' diag(left² mu / d) U = R' Y, the right factor this program's own
-            N_t = tl.load(square(factors + C * C, 0, 0, C, C, C), cache_modifier=".cg")
-            Y = tl.dot(N_t, U_own, input_precision=PRECISION)
-            keep = tl.sum(tl.where(i == count - 1, b2, 0.0), 0)
-            n_end = tl.sum(tl.where(i == count - 1, n, 0.0), 0)
-            updated = []
-            for m in tl.static_range(D // BR):
-                Rm = fresh_t(R_at + m * BR, i, there, H * G * D, BR)
-                Pm = keep * P[m] - tl.dot(Rm, Y, input_precision=PRECISION)
-                updated = updated + [Pm + tl.where(m * BR + rows == cols, n_end, 0.0)]  # noqa: RUF005
-            P = updated
-        put_columns(final + group.to(tl.int64) * D * D, P, own, D, BR, BD)
+        if SAVE:
+            put_columns(entry + block * D * D, P, own, D, BR, BD)
+        if NB > 1:
+            wait(counters + 1, met)
+        N = tl.load(square(factors, 0, 0, C, C, C), cache_modifier=".cg")
+        U_own = tl.dot(N, R_own, input_precision=PRECISION)
+        over = tl.load(factors + 2 * C * C + i, cache_modifier=".cg")
+        put(kappa + begin * (H * G * D) + own, i, there, H * G * D, U_own * over[:, None], BD)
+        if SAVE:
+            put(U + begin * (H * G * D) + own, i, there, H * G * D, U_own, BD)
+        # P0 changes by U' diag(left² mu / d) U = R' Y, the right factor this program's own
+        N_t = tl.load(square(factors + C * C, 0, 0, C, C, C), cache_modifier=".cg")
+        Y = tl.dot(N_t, U_own, input_precision=PRECISION)
+        keep = tl.sum(tl.where(i == count - 1, b2, 0.0), 0)
+        n_end = tl.sum(tl.where(i == count - 1, n, 0.0), 0)
+        updated = []
+        for m in tl.static_range(D // BR):
+            Rm = fresh_t(R_at + m * BR, i, there, H * G * D, BR)
+            Pm = keep * P[m] - tl.dot(Rm, Y, input_precision=PRECISION)
+            updated = updated + [Pm + tl.where(m * BR + rows == cols, n_end, 0.0)]  # noqa: RUF005
+        P = updated
+    put_columns(final + group.to(tl.int64) * D * D, P, own, D, BR, BD)
 
 
 def launch_of(D: int) -> dict[str, int]:
@@ -206,9 +191,9 @@ def forward(
     entry, X, delta = new(*saved, D, D), new(*saved, C, C), new(*saved, C)
     U = new(*((N, H, G, D) if save else (0,)))
     partial, factors = new(groups, parts, C, C), new(groups, 2 * C + 1, C)
-    work = new(groups, 2 * C * C + C + 256)
+    work = new(groups, C * C + C + 512)
     counters = torch.zeros(2 * groups + 1, dtype=torch.int32, device=k.device)
-    _chain[(groups * (parts + 1 if parts > 1 else 1),)](
+    _chain[(groups * parts,)](
         k, g, obs, obs_cov, squared, noise, evidence, cov, chunks.start, chunks.stop, chunks.first,
         kappa, final, entry, R, U, X, delta, partial, factors, work, counters,
         H=H, HK=HK, G=G, D=D, C=C, PRECISION=precision, SAVE=save, **launch,

@@ -26,66 +26,67 @@ def accumulate(between, w):
 
 
 @triton.jit
-def ldl16(A, X, pivots, width: tl.constexpr):
+def ldl16(A, X, pivots):
     """`A [16,16]` symmetric positive definite = `L diag(d) Lᵀ` by elimination; all three are addresses.
 
-    `L⁻¹` goes to X and d to `pivots`. Columns are vectors of 16, which live in every warp, so that no step
-    waits for another warp. Of row j only what is right of the diagonal changes in A, only what is left of it
-    in `L⁻¹`.
+    `L⁻¹` goes to X and d to `pivots`. What elimination leaves of a column takes the place of the column of
+    `L⁻¹` that comes to be. A vector of 32 holds two columns, and all vectors live in every warp, so that no
+    step waits for another warp.
     """
-    i = tl.arange(0, 16)
-    a, x = [], []
-    for column in tl.static_range(16):
-        a = a + [tl.load(A + i * width + column)]  # noqa: RUF005  (a kernel has no starred lists)
-    d = tl.zeros([16], tl.float32)
+    lane = tl.arange(0, 32)
+    i, odd = lane % 16, lane // 16
+    v = []
+    for pair in tl.static_range(8):
+        v = v + [tl.load(A + i * 16 + 2 * pair + odd)]  # noqa: RUF005  (a kernel has no starred lists)
+    d = tl.zeros([32], tl.float32)
     for j in tl.static_range(16):
-        here = tl.full([16], j, tl.int32)
-        row = a[j]  # of what is left, which is symmetric: also row j
-        factor = tl.where(i > j, row / tl.gather(row, here, 0), 0.0)
-        d = tl.where(i == j, row, d)
-        next_a, next_x = [], []
-        for column in tl.static_range(16):
-            if column > j:
-                next_a = next_a + [a[column] - factor * tl.gather(a[column], here, 0)]  # noqa: RUF005
-            else:
-                next_a = next_a + [a[column]]  # noqa: RUF005
-            if column < j:
-                next_x = next_x + [x[column] - factor * tl.gather(x[column], here, 0)]  # noqa: RUF005
-        a, x = next_a, next_x + [tl.where(i == j, 1.0, 0.0) - factor]  # noqa: RUF005
-    for column in tl.static_range(16):
-        tl.store(X + i * 16 + column, x[column])
-    tl.store(pivots + i, d)
+        # what is left is symmetric: of column j, in both halves, and its pivot
+        column = tl.gather(v[j // 2], i + 16 * (j % 2), 0)
+        pivot = tl.gather(v[j // 2], tl.full([32], 16 * (j % 2) + j, tl.int32), 0)
+        factor = tl.where(i > j, column / pivot, 0.0)
+        d = tl.where(i == j, pivot, d)
+        after = []
+        for pair in tl.static_range(8):
+            own = v[pair] - factor * tl.gather(v[pair], 16 * odd + j, 0)
+            if pair == j // 2:
+                own = tl.where(odd == j % 2, tl.where(i == j, 1.0, 0.0) - factor, own)
+            after = after + [own]  # noqa: RUF005
+        v = after
+    for pair in tl.static_range(8):
+        tl.store(X + i * 16 + 2 * pair + odd, v[pair])
+    tl.store(pivots + i, d, mask=odd == 0)
 
 
 @triton.jit
-def ldl(A, work, C: tl.constexpr, PRECISION: tl.constexpr):
+def ldl(A, work, C: tl.constexpr):
     """`A [C,C]` symmetric positive definite = `L diag(d) Lᵀ`, L unit lower triangular: `L⁻¹` and d.
 
-    By blocks of 16 rows: what eliminates a block from the rows below is applied to A and to the identity
-    beside it, which becomes `L⁻¹`. `work` is memory of `C (2 C + 1) + 256` numbers, this program's
-    own: to take a block out of a matrix by way of it is cheaper than by masks and sums across warps. C
-    divides by 16.
+    By blocks of 16 rows, each of which gets what the ones before leave of it, and is multiplied by the
+    inverse of its own part of L. As in place: left of the diagonal block `L⁻¹` comes to be, right of it
+    `diag(d) Lᵀ`, of which the columns are what later blocks take off. `work` is memory of `C (C + 1) + 512`
+    numbers, this program's own: to take a block out of a matrix by way of it is cheaper than by masks and
+    sums across warps. C divides by 16. Products in float32: they are too small for the tensor cores to pay.
     """
-    N: tl.constexpr = C // 16
-    i, j, wide = tl.arange(0, C), tl.arange(0, 16), tl.arange(0, 2 * C)
-    eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    AX = tl.reshape(tl.permute(tl.join(A, eye), (0, 2, 1)), [C, 2 * C])
-    pivots, small = work + 2 * C * C, work + 2 * C * C + C
-    at = work + i[:, None] * (2 * C) + wide[None, :]
-    for n in range(N):
-        tl.store(at, AX, mask=(i // 16 == n)[:, None])
+    i, j = tl.arange(0, C), tl.arange(0, 16)
+    pivots, small = work + C * C, work + C * C + C
+    tl.store(work + i[:, None] * C + i[None, :], A)
+    for n in range(C // 16):
+        here = work + n * (16 * C) + j[:, None] * C + i[None, :]
         tl.debug_barrier()
-        block = work + n * (32 * C)
-        ldl16(block + 16 * n, small, pivots + 16 * n, 2 * C)
+        rows = tl.where((i >= 16 * n)[None, :], tl.load(here), 0.0)
+        for m in range(n):
+            above = work + m * (16 * C)
+            L = tl.load(above + j[None, :] * C + 16 * n + j[:, None]) / tl.load(pivots + 16 * m + j)[None, :]
+            rows -= tl.dot(L, tl.load(above + j[:, None] * C + i[None, :]), input_precision="ieee")
+        own = i - 16 * n
+        inside = ((own >= 0) & (own < 16))[None, :]
+        tl.store(small + j[:, None] * 16 + own[None, :], rows, mask=inside)
         tl.debug_barrier()
-        X = tl.load(small + j[:, None] * 16 + j[None, :])
-        rows = tl.dot(X, tl.load(block + j[:, None] * (2 * C) + wide[None, :]), input_precision=PRECISION)
+        ldl16(small, small + 256, pivots + 16 * n)
         tl.debug_barrier()
-        tl.store(block + j[:, None] * (2 * C) + wide[None, :], rows)
-        tl.debug_barrier()
-        # of a symmetric matrix the columns are the rows
-        d = tl.load(pivots + 16 * n + j)
-        below = tl.load(block + j[None, :] * (2 * C) + i[:, None]) * (1.0 / d)[None, :]
-        below = tl.where((i >= 16 * n + 16)[:, None], below, 0.0)
-        AX -= tl.dot(below, tl.load(block + j[:, None] * (2 * C) + wide[None, :]), input_precision=PRECISION)
-    return tl.load(work + i[:, None] * (2 * C) + C + i[None, :]), tl.load(pivots + i)
+        X = tl.load(small + 256 + j[:, None] * 16 + j[None, :])
+        rows = tl.where(inside, tl.where(own[None, :] == j[:, None], 1.0, 0.0), rows)
+        tl.store(here, tl.dot(X, rows, input_precision="ieee"))
+    tl.debug_barrier()
+    X = tl.load(work + i[:, None] * C + i[None, :])
+    return tl.where(i[:, None] // 16 >= i[None, :] // 16, X, 0.0), tl.load(pivots + i)
