@@ -11,10 +11,12 @@ from filter_problems import hard_problem, make_problem, results_and_gradients, r
 from kernel_problems import DEVICE, on_gpu
 from torch.utils.checkpoint import checkpoint
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 from regraft.ops.triton import dense_backward, dense_forward
 from regraft.ops.triton.chunks import Chunks
+from regraft.ops.triton.linalg import ldl
 
 
 def errors(problem: dict[str, torch.Tensor], **settings: Any) -> dict[str, float]:
@@ -61,6 +63,27 @@ def test_a_reset_by_decay_leaves_the_digits_of_the_others(family: str) -> None:
 @pytest.mark.parametrize("C", [32, 64])
 def test_chunks_of_several_blocks(C: int) -> None:
     check(make_problem(C + 3, B=1, H=1, D=16, V=16, G=1), chunk_size=C)
+
+
+@triton.jit
+def _factors(a, x, d, work, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, C)
+    at = tl.program_id(0) * (C * C) + i[:, None] * C + i[None, :]
+    X, pivots = ldl(tl.load(a + at), work + tl.program_id(0) * (C * C + C + 512), C)
+    tl.store(x + at, X)
+    tl.store(d + tl.program_id(0) * C + i, pivots)
+
+
+@pytest.mark.parametrize("C", [16, 32, 64])
+def test_the_factorisation_is_the_one_of_cholesky(C: int) -> None:
+    A = torch.randn(3, C, C, generator=torch.Generator().manual_seed(C)).to(DEVICE)
+    A = A @ A.mT / C + torch.eye(C, device=DEVICE)
+    x, d = torch.empty_like(A), A.new_empty(3, C)
+    _factors[(3,)](A, x, d, A.new_full((3, C * C + C + 512), float("nan")), C=C, num_stages=1)
+    L = torch.linalg.cholesky(A.double())
+    pivots = L.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(d.double(), pivots.square(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(x.double(), torch.linalg.inv(L / pivots[:, None]), atol=2e-6, rtol=1e-5)
 
 
 def test_the_floor_acts_on_the_covariance_alone() -> None:

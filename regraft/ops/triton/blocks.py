@@ -45,6 +45,31 @@ def _parts(x):
 
 
 @triton.jit
+def _halves(x):
+    """What TF32 keeps of x, and the rest of it."""
+    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
+def exact_dot(x, y, acc, PRECISION: tl.constexpr):
+    """`acc + x y`, all in float32.
+
+    Triton's own three products in TF32 add their sum to `acc` after they have looked for infinities in it;
+    these begin with `acc`.
+    """
+    if PRECISION == "tf32x3" and not INTERPRETED:
+        x_high, x_low = _halves(x)
+        y_high, y_low = _halves(y)
+        acc = tl.dot(x_low, y_high, acc, input_precision="tf32")
+        acc = tl.dot(x_high, y_low, acc, input_precision="tf32")
+        acc = tl.dot(x_high, y_high, acc, input_precision="tf32")
+    else:
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def key_dot(K, x, acc, PRECISION: tl.constexpr):
     """`acc + K x`, x in float32, K keys as they are stored.
 

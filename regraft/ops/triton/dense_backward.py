@@ -261,10 +261,10 @@ def _keys(
     off = hg * D
     acc = tile(dk + off + begin * (HG * D) + own, i, there, HG * D, BD)
     for c in range(0, D, BD):
-        P = tl.load(square(P_at, c, own, D, BD, BD))
-        acc += tl.dot(
-            tile(dW + off + begin * (HG * D) + c, i, there, HG * D, BD), P, input_precision=PRECISION
-        )
+        # of a symmetric matrix, so that what is summed over lies together, as products in TF32 want it
+        P = tl.trans(tl.load(square(P_at, own, c, D, BD, BD)))
+        dWc = tile(dW + off + begin * (HG * D) + c, i, there, HG * D, BD)
+        acc = tl.dot(dWc, P, acc, input_precision=PRECISION)
     put(out + off + begin * (HG * D) + own, i, there, HG * D, acc, BD)
 
 
@@ -298,7 +298,7 @@ def backward(
     grid = (chunks.count, H * G)
     _prepare[grid](
         k, g, obs, evidence, R, U, X, delta, dkappa, chunks.start, chunks.stop,
-        Z, dR, dk, dA, dobs, dc, **shape, BD=BD, num_warps=4, num_stages=1,
+        Z, dR, dk, dA, dobs, dc, **shape, BD=BD, num_warps=4, num_stages=2,
     )  # fmt: skip
     dcov = torch.empty_like(dfinal)
     trace, kept = (k.new_empty(chunks.count, H, G, parts, dtype=torch.float32) for _ in range(2))
@@ -317,7 +317,7 @@ def backward(
     out = torch.empty_like(k) if alone else dk
     _keys[(D // BD, chunks.count, H * G)](
         dR, entry, dk, chunks.start, chunks.stop, out,
-        HG=H * G, D=D, C=C, BD=BD, PRECISION=precision, num_warps=4, num_stages=2,
+        HG=H * G, D=D, C=C, BD=BD, PRECISION=precision, num_warps=4, num_stages=1,
     )  # fmt: skip
     out = out.view(N, HK, -1, D)
     dk = out.squeeze(2) if alone else out.sum(2).to(k.dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 from regraft.ops.triton.blocks import (
     arrive,
     columns_of,
+    exact_dot,
     fresh_t,
     key_dot,
     keys,
@@ -42,7 +43,7 @@ def _decays(
     tl.store(noise + at, accumulate(between, tl.load(process + at, mask=there, other=0.0)), mask=there)
 
 
-@triton.jit
+@triton.jit(noinline=True)  # in line it would take registers that hold the covariance
 def _factorise(
     shares, g, obs, obs_cov, evidence, n, factors, X, delta, work, counters, met,
     H: tl.constexpr, HG: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, SAVE: tl.constexpr,
@@ -146,21 +147,21 @@ def _chain(
         if NB > 1:
             wait(counters + 1, met)
         N = tl.load(square(factors, 0, 0, C, C, C), cache_modifier=".cg")
-        U_own = tl.dot(N, R_own, input_precision=PRECISION)
+        U_own = exact_dot(N, R_own, tl.zeros([C, BD], tl.float32), PRECISION)
         over = tl.load(factors + 2 * C * C + i, cache_modifier=".cg")
         put(kappa + begin * (H * G * D) + own, i, there, H * G * D, U_own * over[:, None], BD)
         if SAVE:
             put(U + begin * (H * G * D) + own, i, there, H * G * D, U_own, BD)
         # P0 changes by U' diag(left² mu / d) U = R' Y, the right factor this program's own
         N_t = tl.load(square(factors + C * C, 0, 0, C, C, C), cache_modifier=".cg")
-        Y = tl.dot(N_t, U_own, input_precision=PRECISION)
-        keep = tl.sum(tl.where(i == count - 1, b2, 0.0), 0)
-        n_end = tl.sum(tl.where(i == count - 1, n, 0.0), 0)
+        Y = exact_dot(N_t, U_own, tl.zeros([C, BD], tl.float32), PRECISION)
+        keep = tl.load(squared + begin * H + (count - 1) * H)
+        n_end = tl.load(noise + begin * H + (count - 1) * H)
         updated = []
         for m in tl.static_range(D // BR):
             Rm = fresh_t(R_at + m * BR, i, there, H * G * D, BR)
-            Pm = keep * P[m] - tl.dot(Rm, Y, input_precision=PRECISION)
-            updated = updated + [Pm + tl.where(m * BR + rows == cols, n_end, 0.0)]  # noqa: RUF005
+            Pm = keep * P[m] + tl.where(m * BR + rows == cols, n_end, 0.0)
+            updated = updated + [exact_dot(Rm, -Y, Pm, PRECISION)]  # noqa: RUF005
         P = updated
     put_columns(final + group.to(tl.int64) * D * D, P, own, D, BR, BD)
 

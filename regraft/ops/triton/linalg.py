@@ -77,7 +77,10 @@ def ldl(A, work, C: tl.constexpr):
         for m in range(n):
             above = work + m * (16 * C)
             L = tl.load(above + j[None, :] * C + 16 * n + j[:, None]) / tl.load(pivots + 16 * m + j)[None, :]
-            rows -= tl.dot(L, tl.load(above + j[:, None] * C + i[None, :]), input_precision="ieee")
+            # of the columns between, what block m has left is part of Lᵀ, and not of L⁻¹
+            of_both = ((i < 16 * m + 16) | (i >= 16 * n))[None, :]
+            there = tl.load(above + j[:, None] * C + i[None, :], mask=of_both, other=0.0)
+            rows -= tl.dot(L, there, input_precision="ieee")
         own = i - 16 * n
         inside = ((own >= 0) & (own < 16))[None, :]
         tl.store(small + j[:, None] * 16 + own[None, :], rows, mask=inside)
