@@ -11,8 +11,10 @@ from filter_problems import hard_problem, make_problem, results_and_gradients, r
 from kernel_problems import DEVICE, on_gpu
 from torch.utils.checkpoint import checkpoint
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
 
 from regraft.ops.triton import dense_backward, dense_forward
 from regraft.ops.triton.chunks import Chunks

@@ -105,7 +105,6 @@ def _chain(
     factors += group.to(tl.int64) * (2 * C + 1) * C
     work += group.to(tl.int64) * (C * C + C + 512)
     counters += 1 + 2 * group
-    met = 0
     own = part * BD
     rows, cols = tl.arange(0, BR)[:, None], own + tl.arange(0, BD)[None, :]
     k += h // (H // HK) * D
@@ -121,7 +120,7 @@ def _chain(
         there = i < count
         b2 = tl.load(squared + begin * H + i * H, mask=there, other=0.0)
         n = tl.load(noise + begin * H + i * H, mask=there, other=0.0)
-        block = chunk * (H * G) + hg.to(tl.int64)
+        block, met = chunk * (H * G) + hg.to(tl.int64), chunk - begin_doc + 1
         R_at = R + begin * (H * G * D)
         W = tl.zeros([C, BD], tl.float32)
         for m in tl.static_range(D // BR):
@@ -133,7 +132,6 @@ def _chain(
         put(R_at + own, i, there, H * G * D, R_own, BD)
         # none writes its share again before it has the factors, so all shares have been read
         tl.store(square(partial + part * (C * C), 0, 0, C, C, C), S)
-        met += 1
         if NB > 1:
             arrive(counters)
         if part == 0:
