@@ -128,7 +128,7 @@ def convert(
             min=0,
             max=1,
             help="Share by which extra process noise restores the teacher's write gain along repeated keys "
-            "at evidence 1; 0 is stationary noise.",
+            "at evidence 1; 0 is stationary noise. In heads that never forget it adds up over a document.",
             rich_help_panel=STUDENT,
         ),
     ] = 0.0,

@@ -672,3 +672,5 @@ def test_conversion_in_memory(teacher) -> None:
     layer = done.student.model.layers[3].attn
     assert isinstance(layer, BayesianLayer) and layer.noise_groups == 2
     torch.testing.assert_close(torch.nn.functional.softplus(layer.refresh), torch.ones(2))
+    plain = make_student(str(teacher), [3]).student.model.layers[3].attn
+    assert torch.nn.functional.softplus(plain.refresh).max() < 1e-4  # noise that would add up over a document

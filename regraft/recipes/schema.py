@@ -153,7 +153,8 @@ class Convert(Section):
     """State transition: `scalar`, the teacher's one decay per head and token."""
     process_match: Share = 0.0
     """Initial share by which extra process noise restores the teacher's write gain along repeated keys at
-    evidence 1; 0 is the stationary noise 1 - a^2 of the decay a alone, 1 restores the gain in full."""
+    evidence 1; 0 is the stationary noise 1 - a^2 of the decay a alone, 1 restores the gain in full. In
+    heads that never forget it adds up, and late writes overwrite early ones."""
 
 
 class BuiltinSource(Section):
