@@ -12,7 +12,7 @@ from loops import make_recipe
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from regraft.convert import make_student
+from regraft.convert import load_model, make_student
 from regraft.distill import control, distill
 from regraft.distill.adapters import add_adapters, merge_adapters
 from regraft.distill.compare import check_same_rows, side_by_side
@@ -67,6 +67,23 @@ def test_sets_by_pattern(student):
         trainable_names(student, ("model.norms",), (1, 2))
     with pytest.raises(UserError, match="selects no parameter"):
         trainable_names(student, "converted", ())
+
+
+def test_sets_without_what_stays(student, teacher):
+    converted = trainable_names(student, "converted", (1, 2))
+    noise = ("!*.process_*", "!*.refresh")
+    moving = trainable_names(student, noise, (1, 2))
+    assert set(converted) - set(moving) == {
+        f"model.layers.{i}.attn.{name}"
+        for i in (1, 2)
+        for name in ("process_log_scale", "process_proj.weight", "refresh")
+    }
+    mlps = trainable_names(student, ("model.layers.*.mlp.*", "!*.down_proj.*"), (1, 2))
+    assert len(mlps) == 4 * 2 and not any("down_proj" in name for name in mlps)
+    with pytest.raises(UserError, match=r"'\*.proces_\*' fits no parameter"):
+        trainable_names(student, ("!*.proces_*",), (1, 2))
+    theirs = load_model(str(teacher))  # a control, whose layers have no such noise
+    assert trainable_names(theirs, noise, (1, 2)) == trainable_names(theirs, "converted", (1, 2))
 
 
 def test_adapters_start_without_effect_and_merge_exactly(student):

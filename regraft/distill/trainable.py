@@ -31,7 +31,8 @@ def trainable_names(model: RegraftForCausalLM, train: Any, layers: Iterable[int]
     Args:
         model: the model, with its adapters if the recipe asks for any.
         train: `converted` (mixers of `layers`), `converted+norms` (these and every norm), `all`, patterns of
-            parameter names, or the recipe's `LoRA`: adapters, and what a conversion made new.
+            parameter names, where ! before one takes out what fits it (of `converted`, if nothing else is
+            named), or the recipe's `LoRA`: adapters, and what a conversion made new.
         layers: the converted layers, or the control's same ones.
 
     Raises:
@@ -53,11 +54,15 @@ def _chosen(model: nn.Module, names: list[str], train: Any, layers: Iterable[int
         return names
     if not isinstance(train, str):
         plain = {name: plain_name(name) for name in names}
-        for pattern in train:
+        moving = [pattern for pattern in train if not pattern.startswith("!")]
+        staying = [pattern[1:] for pattern in train if pattern.startswith("!")]
+        for pattern in (*moving, *(staying if new_names(model) else ())):  # a control has not all of them
             if not any(fnmatchcase(name, pattern) for name in plain.values()):
                 fix = f"{nearest(pattern, plain.values())} A * stands for anything."
                 raise UserError("train", f"{pattern!r} fits no parameter.", fix)
-        return [n for n in names if any(fnmatchcase(plain[n], pattern) for pattern in train)]
+        some = [n for n in names if any(fnmatchcase(plain[n], pattern) for pattern in moving)]
+        some = some if moving else _chosen(model, names, "converted", layers)
+        return [n for n in some if not any(fnmatchcase(plain[n], pattern) for pattern in staying)]
     mixers = tuple(f"model.layers.{i}.attn." for i in layers)
     norms = train == "converted+norms"
     return [n for n in names if n.startswith(mixers) or (norms and _NORM.search(n))]

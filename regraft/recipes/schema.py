@@ -401,7 +401,8 @@ class Stretch(Section):
     """Losses, summed by their weights."""
     train: Train = "converted"
     """Which parameters move: `converted` layers, `converted+norms` (these and all norms), `all`; a list of
-    patterns of parameter names such as `model.layers.*.mlp.*`; or adapters, {kind: lora, rank: 16}."""
+    patterns of parameter names such as `model.layers.*.mlp.*`, with ! before those that stay, such as
+    `!*.process_*` (of `converted` if all have one); or adapters, {kind: lora, rank: 16}."""
     tokens: Tokens
     """Trained tokens of the phase, such as 100M: exactly so many, padding not counted."""
     batch_tokens: Tokens
