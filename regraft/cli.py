@@ -304,7 +304,8 @@ def control(
     match: Annotated[
         Literal["tokens", "flops"],
         typer.Option(
-            help="What is equal: tokens, or FLOPs, the teacher's of the distillation included.",
+            help="What is equal: tokens, for which the run may still be under way, or FLOPs, the teacher's "
+            "of the distillation included.",
             rich_help_panel=RUNNING,
         ),
     ] = "tokens",
