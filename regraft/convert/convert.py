@@ -26,8 +26,8 @@ from regraft.layers import BayesianLayer, RegraftForCausalLM
 from regraft.layers.attention import Attention
 from regraft.layers.mixers import inverse_softplus
 
-# Softplus has no zero. In a head that never forgets noise adds up, and with it the strength of every write:
-# at 0.01 students lost the first half of documents of 8x the training length (docs/replication.md).
+# Softplus has no zero. In a head that never forgets this noise adds up over a document, and late writes go
+# over early ones (docs/decisions.md): nothing that a conversion should bring in.
 _LEAST_MATCH = 1e-5
 
 

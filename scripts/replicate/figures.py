@@ -247,7 +247,7 @@ def _profile(
 def _plain(axis: Axes) -> None:
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(labelsize=8)
+    axis.tick_params(which="both", labelsize=8)
 
 
 def _percent(row: Row) -> Row:

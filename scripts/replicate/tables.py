@@ -71,7 +71,7 @@ def retrieval(a: Analysis, pictures: dict[str, str]) -> str:
         for other in (CONTROL, TEACHER):
             gaps = (x - y for x, y in zip(PAPER[STUDENT], PAPER[other], strict=True))
             rows.append([f"student - {other}, paper", *(f"{x:+.1f}" for x in gaps)])
-    pooled = f"Layers {a.layers}, means over {len(a.seeds)} seeds. " if a.complete else ""
+    pooled = f"Layers {a.layers}, mean of {_seeds(a)}. " if a.complete else ""
     note = f"{pooled}Brackets are 95 % intervals over documents, differences paired."
     return "\n\n".join(["### Retrieval", _table(head, rows), note, *_figure(pictures, "length")])
 
@@ -158,7 +158,7 @@ def others(a: Analysis, _: dict[str, str]) -> str:
 
 
 def _comparison(a: Analysis) -> Iterator[list[str]]:
-    names = iter([a.base, f"layers {a.layers}", f"{len(a.seeds)} seed{'s' * (len(a.seeds) > 1)}"])
+    names = iter([a.base, f"layers {a.layers}", _seeds(a)])
     for role in (STUDENT, CONTROL):
         own = overall(a.scores, model=role, task=MEAN)
         yield [next(names, ""), role, *(f"{100 * own[n]['mean']:.1f}" for n in a.lengths), ""]
@@ -166,6 +166,10 @@ def _comparison(a: Analysis) -> Iterator[list[str]]:
         own = overall(a.gains, student=student, baseline=baseline, task=MEAN)
         cost = _worst(overall(a.ratios, student=student)) if baseline == TEACHER else ""
         yield [next(names, ""), f"{student} - {baseline}", *(_gain(own[n]) for n in a.lengths), cost]
+
+
+def _seeds(a: Analysis) -> str:
+    return f"{len(a.seeds)} seed{'s' * (len(a.seeds) > 1)}"
 
 
 def seeds(a: Analysis, _: dict[str, str]) -> str:
