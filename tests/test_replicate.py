@@ -13,15 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from folders import write_teacher
 
 from regraft.assets import austen, teacher_dir
 from regraft.assets.haystack import Haystack
 from regraft.assets.needles import TASKS
+from regraft.convert import load_model, make_student
+from regraft.convert.convert import write_student
 from regraft.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from scripts.replicate import quiet  # noqa: E402
 from scripts.replicate.analysis import Analysis, overall  # noqa: E402
 from scripts.replicate.figures import BEGIN, END, draw, put  # noqa: E402
 from scripts.replicate.plan import Work, load_plan, model_name  # noqa: E402
@@ -446,3 +450,27 @@ def test_a_control_begins_with_its_run_and_not_before(tmp_path):
     run.mkdir(parents=True)
     (run / "manifest.json").write_text("{}")
     assert own.ready() and own.command()[-1] == "--control"
+
+
+def test_quiet_heads_have_no_process_noise_and_the_rest_stays(tmp_path):
+    teacher = write_teacher(tmp_path / "t", tokenizer=True, tie_word_embeddings=True)
+    done = make_student(str(teacher), [1])
+    done.student.model.layers[1].attn.evidence.data.fill_(1.0)
+    write_student(done, tmp_path / "s")
+    quiet.main([str(tmp_path / "s"), str(tmp_path / "q"), "--heads", "1:0"])
+    before, after = (load_model(str(tmp_path / name)) for name in ("s", "q"))
+    x = torch.randn(1, 9, before.config.hidden_size)
+    noise = []
+    for model in (before, after):
+        mixer = model.model.layers[1].attn
+        keys = torch.nn.functional.normalize(torch.randn(1, 9, mixer.num_v_heads, mixer.head_dim), dim=-1)
+        noise.append(mixer.design(x, keys).process_var[0])
+    assert noise[0].min() > 1e-7 and noise[1][:, 0].max() < 1e-12
+    assert torch.equal(noise[0][:, 1:], noise[1][:, 1:])
+    changed = {
+        n for (n, a), b in zip(before.named_parameters(), after.parameters(), strict=True) if not a.equal(b)
+    }
+    assert changed == {f"model.layers.1.attn.{name}" for name in ("process_log_scale", "refresh")}
+    with pytest.raises(SystemExit, match="no such head"):
+        quiet.main([str(tmp_path / "s"), str(tmp_path / "r"), "--heads", "0:0"])
+    assert not (tmp_path / "r").exists()
