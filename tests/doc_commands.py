@@ -11,6 +11,8 @@ STAND_INS = {
     "m-a-p/340M-20B-GatedDeltaNet-pure-baseline": "teacher",  # of as many layers, made by the test
     "MODEL": "teacher",
     "ORG/NAME": "llama",  # a small model that is not ours
+    "runs/replication/runs/main/export": "teacher",
+    "quiet": "teacher",
 }
 
 # Runs: a teacher of two layers, one of them converted, and a step a phase.
