@@ -471,6 +471,9 @@ def test_quiet_heads_have_no_process_noise_and_the_rest_stays(tmp_path):
         n for (n, a), b in zip(before.named_parameters(), after.parameters(), strict=True) if not a.equal(b)
     }
     assert changed == {f"model.layers.1.attn.{name}" for name in ("process_log_scale", "refresh")}
-    with pytest.raises(SystemExit, match="no such head"):
-        quiet.main([str(tmp_path / "s"), str(tmp_path / "r"), "--heads", "0:0"])
+    for wrong in ("0:0", "9:0", "1:9", "1:-1"):
+        with pytest.raises(SystemExit, match="no such head"):
+            quiet.main([str(tmp_path / "s"), str(tmp_path / "r"), "--heads", wrong])
     assert not (tmp_path / "r").exists()
+    quiet.quieten(before, [(1, [0]), (1, [1])])  # a layer named twice
+    assert before.model.layers[1].attn.refresh[:2].max() == quiet.SILENT

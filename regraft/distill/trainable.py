@@ -54,15 +54,19 @@ def _chosen(model: nn.Module, names: list[str], train: Any, layers: Iterable[int
         return names
     if not isinstance(train, str):
         plain = {name: plain_name(name) for name in names}
+
+        def fitting(pool: list[str], patterns: Iterable[str]) -> list[str]:
+            return [n for n in pool if any(fnmatchcase(plain[n], pattern) for pattern in patterns)]
+
         moving = [pattern for pattern in train if not pattern.startswith("!")]
         staying = [pattern[1:] for pattern in train if pattern.startswith("!")]
         for pattern in (*moving, *(staying if new_names(model) else ())):  # a control has not all of them
-            if not any(fnmatchcase(name, pattern) for name in plain.values()):
+            if not fitting(names, [pattern]):
                 fix = f"{nearest(pattern, plain.values())} A * stands for anything."
                 raise UserError("train", f"{pattern!r} fits no parameter.", fix)
-        some = [n for n in names if any(fnmatchcase(plain[n], pattern) for pattern in moving)]
-        some = some if moving else _chosen(model, names, "converted", layers)
-        return [n for n in some if not any(fnmatchcase(plain[n], pattern) for pattern in staying)]
+        chosen = fitting(names, moving) if moving else _chosen(model, names, "converted", layers)
+        kept = set(fitting(chosen, staying))
+        return [n for n in chosen if n not in kept]
     mixers = tuple(f"model.layers.{i}.attn." for i in layers)
     norms = train == "converted+norms"
     return [n for n in names if n.startswith(mixers) or (norms and _NORM.search(n))]

@@ -11,7 +11,7 @@ forget would lose the noise that its decay stands for, and with it all strength.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,16 +25,16 @@ SILENT = -30.0  # as a logarithm: no noise in float32
 
 
 @torch.no_grad()
-def quieten(model: RegraftForCausalLM, heads: Mapping[int, Sequence[int]]) -> None:
-    """Take the process noise of these heads, by layer, to 0.
+def quieten(model: RegraftForCausalLM, heads: Iterable[tuple[int, Sequence[int]]]) -> None:
+    """Take the process noise of these heads, layer by layer, to 0.
 
     Raises:
         UserError: a layer has no Bayesian Layer, or not so many heads.
     """
-    for layer, chosen in heads.items():
-        mixers = [block.attn for block in model.model.layers]
-        mixer = mixers[layer] if layer < len(mixers) else None
-        if not isinstance(mixer, BayesianLayer) or max(chosen) >= mixer.num_v_heads:
+    mixers = dict(enumerate(block.attn for block in model.model.layers))
+    for layer, chosen in heads:
+        mixer = mixers.get(layer)
+        if not isinstance(mixer, BayesianLayer) or not {*chosen} <= {*range(mixer.num_v_heads)}:
             raise UserError(
                 f"--heads {layer}:{','.join(map(str, chosen))}",
                 "there is no such head of a Bayesian Layer.",
@@ -62,7 +62,7 @@ def main(given: list[str] | None = None) -> None:
     args = ap.parse_args(given)
     try:
         model = load_model(args.student)
-        quieten(model, dict(args.heads))
+        quieten(model, args.heads)
         with atomic_directory(args.out) as folder:
             export_model(model.eval(), folder, companions_from=Path(args.student))
     except UserError as error:
