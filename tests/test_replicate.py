@@ -47,7 +47,7 @@ HEADER = {"tokenizer": "t", "bos": "", "generator": 1}
 @pytest.mark.parametrize("name", ["h200", "embedded", "tiny"])
 def test_every_recipe_of_a_plan_is_valid_and_differs_from_the_main_one(name, tmp_path):
     work = Work(name, tmp_path)
-    recipes = {variant.name: work.recipe(variant) for variant in work.plan.variants}
+    recipes = {variant.name: work.recipe(variant) for variant in work.plan.variants if not variant.quiet}
     assert all(a != recipes["main"] for name, a in recipes.items() if name != "main")
     known = {model_name(*model) for model in work.plan.models()}
     assert all(variant.against in known for variant in work.plan.variants)
@@ -142,11 +142,43 @@ def test_every_variant_of_a_plan_is_in_a_comparison_with_its_control_or_an_ablat
     a = Analysis(found)
     seeds = {own.base: own.seeds for own in (a, *a.others)}
     assert seeds == {
-        "main": ["main", "main-1", "main-2"], "even": ["even", "even-1", "even-2"], "long": ["long"],
+        "main": ["main", "main-1", "main-2"], "still": ["still", "still-1", "still-2"], "long": ["long"],
+        "quiet": ["quiet", "quiet-1", "quiet-2"], "even": ["even", "even-1", "even-2"],
     }  # fmt: skip
-    assert {v.name for v in plan.variants} - {x for own in seeds.values() for x in own} == {
-        own.name for own in a.ablations
-    }
+    own = {v.name for v in plan.variants if v.control is True}
+    assert {v.name for v in plan.variants} - own == {x.name for x in a.ablations}
+
+
+def test_a_control_may_be_shared():
+    found = results(
+        teacher=0.5, main__student=1.0, main__control=0.0, main_1__student=0.0, main_1__control=0.0,
+        quiet__student=1.0, quiet_1__student=1.0,
+    )  # fmt: skip
+    like = found.plan["variants"][0]
+    for seed in ("", "-1"):
+        shared = {"name": f"quiet{seed}", "control": f"main{seed}", "against": f"main{seed}/student"}
+        found.plan["variants"].append(like | shared)
+    a = Analysis(found)
+    (quiet,) = a.others
+    assert quiet.controls == {"quiet": "main/control", "quiet-1": "main-1/control"}
+    gain = overall(quiet.gains, student="student", baseline="control", task="mean")[1024]
+    assert gain["difference"] == gain["low"] == 1.0
+    assert {x.name: overall(x.gains, task="mean")[1024]["difference"] for x in a.ablations} == {
+        "quiet": 0.0, "quiet-1": 1.0,
+    }  # fmt: skip
+    assert [*a.profiles] == ["teacher", "main student", "main control", "quiet student"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"control": "other"}, "other has no control"), ({"quiet": {"of": "x", "heads": "0:0"}}, "no variant x")],
+)
+def test_a_plan_names_variants_that_there_are(tmp_path, change, reason):
+    plan = load_plan("tiny")[0].model_dump(mode="json")
+    plan["variants"][-1] |= change
+    (tmp_path / "p.yaml").write_text(json.dumps(plan))
+    with pytest.raises(UserError, match=reason):
+        load_plan(str(tmp_path / "p.yaml"))
 
 
 def test_other_comparisons_are_against_their_own_control_and_seeds():
@@ -420,7 +452,8 @@ def test_the_whole_chain(tmp_path, monkeypatch):
     plan["teacher"]["train"] = [{"0.4": "0.01"}.get(x, x) for x in plan["teacher"]["train"]]
     plan["evaluation"] = {"lengths": [384], "samples": 2, "batch_size": 16, "books": 2}
     plan["recipe"] = str(ROOT / "scripts/replicate/plans/tiny-recipe.yaml")
-    plan["variants"] = plan["variants"][:1]
+    quiet = {"name": "quiet", "question": "?", "quiet": {"of": "main", "heads": "1:0"}, "control": "main"}
+    plan["variants"] = [plan["variants"][0], quiet]
     (tmp_path / "plan.yaml").write_text(json.dumps(plan))
     work = Work(str(tmp_path / "plan.yaml"), tmp_path / "work")
     args = argparse.Namespace(
@@ -428,7 +461,7 @@ def test_the_whole_chain(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("REGRAFT_CACHE", str(work.folder / "cache"))
     for job in jobs(work, args):
-        assert not job.done()
+        assert not job.done() and job.ready()
         module, *words = job.command()
         monkeypatch.setattr(sys, "argv", [module, *words])
         main = f"{module}.train" if module == "scripts.teacher" else module
@@ -436,6 +469,8 @@ def test_the_whole_chain(tmp_path, monkeypatch):
         assert job.done(), job.name
     a = Analysis(unpack(pack(work)))
     assert a.complete and len(a.records) == 3 * len(TASKS) * 2
+    assert a.results.models["quiet/student"]["layers"] == a.results.models["main/student"]["layers"]
+    assert [own.base for own in a.others] == ["quiet"] and a.others[0].complete
     assert {"length", "depth", "maps", "perplexity", "curves"} <= set(draw(a, tmp_path / "images"))
 
 

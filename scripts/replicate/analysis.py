@@ -23,7 +23,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Ablation:
-    """A variant without a control, and what it is compared with."""
+    """A variant without a control of its own, and what it is compared with."""
 
     name: str
     question: str
@@ -44,10 +44,12 @@ class Analysis:
     def __init__(self, results: Results, base: str = MAIN) -> None:
         self.results, self.base = results, base
         names = list(results.models)
-        seeds = _comparisons(results).get(base, [])
+        controls = _controls(results)
+        seeds = _comparisons(controls).get(base, [])
         # both or none: a seed without its control would be a mean over other data
-        self.seeds = [s for s in seeds if {f"{s}/{STUDENT}", f"{s}/{CONTROL}"} <= set(names)]
-        pools = {role: [f"{seed}/{role}" for seed in self.seeds] for role in (STUDENT, CONTROL)}
+        self.seeds = [s for s in seeds if {f"{s}/{STUDENT}", controls[s]} <= set(names)]
+        self.controls = {seed: controls[seed] for seed in self.seeds}
+        pools = {STUDENT: [f"{seed}/{STUDENT}" for seed in self.seeds], CONTROL: [*self.controls.values()]}
         pools = {TEACHER: [TEACHER], **pools} if TEACHER in names else pools
         self.models = [role for role, members in pools.items() if members]
         self.records = [r for role in self.models for r in _pooled(results.records, pools[role], role)]
@@ -99,23 +101,23 @@ class Analysis:
     def seed_gains(self) -> dict[str, list[Row]]:
         """Student minus control of every seed by itself, over whole documents."""
         return {
-            seed: _gains(self.results.records, f"{seed}/{STUDENT}", f"{seed}/{CONTROL}")
-            for seed in self.seeds
+            seed: _gains(self.results.records, f"{seed}/{STUDENT}", control)
+            for seed, control in self.controls.items()
         }
 
     @cached_property
     def others(self) -> list[Analysis]:
         """The other comparisons with a control that are finished, each with its own seeds."""
-        bases = (base for base in _comparisons(self.results) if base != self.base)
+        bases = (base for base in _comparisons(_controls(self.results)) if base != self.base)
         return [own for own in (Analysis(self.results, base) for base in bases) if own.complete]
 
     @cached_property
     def ablations(self) -> list[Ablation]:
-        """All variants without a control that are finished, each against what the plan says."""
+        """All variants without a control of their own that are finished, each against what the plan says."""
         done, found = self.results.models, []
         for variant in self.results.plan["variants"]:
             student, against = f"{variant['name']}/{STUDENT}", variant["against"]
-            if variant["control"] or student not in done or against not in done:
+            if variant["control"] is True or student not in done or against not in done:
                 continue
             gains = _gains(self.results.records, student, against)
             ratios = perplexity_differences(self.results.perplexity, student, against, resamples=RESAMPLES)
@@ -135,11 +137,17 @@ class Analysis:
     def profiles(self) -> dict[str, dict[int, Row]]:
         """What every model found of the longest documents by tenth of depth; seeds of a comparison pooled."""
         own: dict[str, tuple[str, list[Row]]] = {}
+        shown: list[list[str]] = []  # controls, which comparisons may share
         for comparison in (self, *self.others):
+            controls = [*comparison.controls.values()]
             for role in comparison.models:
+                if role == CONTROL and controls in shown:
+                    continue
                 label = role if role == TEACHER else f"{comparison.base} {role}"
                 own[label] = role, comparison.records
-        own |= {ablation.name: (ablation.student, self.results.records) for ablation in self.ablations}
+            shown.append(controls)
+        pooled = {seed for comparison in (self, *self.others) for seed in comparison.seeds}
+        own |= {a.name: (a.student, self.results.records) for a in self.ablations if a.name not in pooled}
         return {label: _by_depth(records, model, self.lengths[-1]) for label, (model, records) in own.items()}
 
     @property
@@ -165,13 +173,21 @@ def _trace(fields: dict[str, Any]) -> Trace:
     return Trace(**arrays)
 
 
-def _comparisons(results: Results) -> dict[str, list[str]]:
-    """Variants with a control: seeds by the name of their comparison, in the order of the plan."""
-    names = [variant["name"] for variant in results.plan["variants"] if variant["control"]]
+def _controls(results: Results) -> dict[str, str]:
+    """Controls of the variants that have one, their own or another's, in the order of the plan."""
+    return {
+        v["name"]: f"{v['name'] if v['control'] is True else v['control']}/{CONTROL}"
+        for v in results.plan["variants"]
+        if v["control"]
+    }
+
+
+def _comparisons(controls: dict[str, str]) -> dict[str, list[str]]:
+    """Seeds of variants with a control by the name of their comparison."""
     found: dict[str, list[str]] = {}
-    for name in names:
+    for name in controls:
         head, _, number = name.rpartition("-")
-        found.setdefault(head if number.isdecimal() and head in names else name, []).append(name)
+        found.setdefault(head if number.isdecimal() and head in controls else name, []).append(name)
     return found
 
 

@@ -24,6 +24,7 @@ from regraft.report.inspection import Trace, inspection_document, traces
 from regraft.report.niah import Entrant, evaluate
 from regraft.report.perplexity import measure
 from regraft.report.shelf import Shelf
+from scripts.replicate import quiet
 from scripts.replicate.plan import CONTROL, STUDENT, TEACHER, Variant, Work, model_name
 
 SCAN_DOCUMENTS = 16
@@ -33,6 +34,11 @@ DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 def train(work: Work, variant: Variant, role: str, extra: tuple[str, ...] = ()) -> None:
     """Make a student or a control; a finished one is left alone."""
     run = work.run(variant)
+    if variant.quiet:
+        if not (run / "export").is_dir():
+            of = work.place(work.variant(variant.quiet.of), STUDENT)
+            quiet.write(of, run / "export", map(quiet.parsed, work.heads(variant.quiet)))
+        return
     if _finished(run if role == STUDENT else run / CONTROL):
         return
     if role == STUDENT:

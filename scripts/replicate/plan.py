@@ -28,6 +28,15 @@ class TeacherPlan(Section):
     """A folder or `embedded`, instead of training one."""
 
 
+class Quiet(Section):
+    """A student that is not trained: another one without the process noise of some heads."""
+
+    of: Text
+    """The variant that it is made from."""
+    heads: Text
+    """Layers and heads, `layer:head,head …`."""
+
+
 class Variant(Section):
     """One student: the recipe with some keys set, and what it is to answer."""
 
@@ -39,8 +48,11 @@ class Variant(Section):
     """Overrides of the recipe, `a.b=value`."""
     seed: Index = 0
     """Order of the data, and everything else that is random."""
-    control: bool = False
-    """Train its matched control too."""
+    control: bool | Text = False
+    """Train its matched control too; or the variant whose control is this one's as well: the same layers of
+    the teacher on the same tokens."""
+    quiet: Quiet | None = None
+    """Made from another student instead of trained."""
     against: Text = "main/student"
     """What it is compared with."""
 
@@ -66,7 +78,7 @@ class Plan(Section):
     set: Strings = ()
     """Overrides of the recipe for all variants, before their own."""
     names: dict[str, str] = Field(default_factory=dict)
-    """What `{name}` in a variant's overrides stands for."""
+    """What `{name}` in a variant's overrides and heads stands for."""
     teacher: TeacherPlan
     """The model to convert."""
     recipe: Text
@@ -86,6 +98,12 @@ class Plan(Section):
         names = [variant.name for variant in variants]
         if len(set(names)) != len(names):
             raise ValueError("two variants have one name")
+        trained = {variant.name for variant in variants if variant.control is True}
+        for variant in variants:
+            if isinstance(variant.control, str) and variant.control not in trained:
+                raise ValueError(f"{variant.name}: {variant.control} has no control of its own")
+            if variant.quiet and variant.quiet.of not in {v.name for v in variants if v.quiet is None}:
+                raise ValueError(f"{variant.name}: no variant {variant.quiet.of} is trained")
         return variants
 
     def models(self) -> Iterator[tuple[Variant | None, str]]:
@@ -93,7 +111,7 @@ class Plan(Section):
         yield None, TEACHER
         for variant in self.variants:
             yield variant, STUDENT
-            if variant.control:
+            if variant.control is True:
                 yield variant, CONTROL
 
 
@@ -176,6 +194,10 @@ class Work:
             f"seed={variant.seed}",
         ]
         return load_recipe(path, [*filled, *own])
+
+    def heads(self, quiet: Quiet) -> list[str]:
+        """Layers and heads without process noise, each as `layer:head,head`."""
+        return self._named(quiet.heads).split()
 
     def _named(self, override: str) -> str:
         for name, value in self.plan.names.items():

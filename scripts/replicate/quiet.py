@@ -44,6 +44,19 @@ def quieten(model: RegraftForCausalLM, heads: Iterable[tuple[int, Sequence[int]]
         mixer.refresh[list(chosen)] = SILENT
 
 
+def write(student: str, out: Path, heads: Iterable[tuple[int, Sequence[int]]]) -> None:
+    """Write a student without the process noise of these heads as a new folder.
+
+    Raises:
+        UserError: there is no such student or head, or something lies at `out`.
+    """
+    model = load_model(student)
+    quieten(model, heads)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_directory(out) as folder:
+        export_model(model.eval(), folder, companions_from=Path(student))
+
+
 def parsed(text: str) -> tuple[int, list[int]]:
     """`0:0,2` is heads 0 and 2 of layer 0."""
     layer, _, heads = text.partition(":")
@@ -61,10 +74,7 @@ def main(given: list[str] | None = None) -> None:
     ap.add_argument("--heads", nargs="+", type=parsed, required=True, help="layer:head,head ...")
     args = ap.parse_args(given)
     try:
-        model = load_model(args.student)
-        quieten(model, args.heads)
-        with atomic_directory(args.out) as folder:
-            export_model(model.eval(), folder, companions_from=Path(args.student))
+        write(args.student, args.out, args.heads)
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -61,6 +61,8 @@ def rehearse(work: Work, folder: Path) -> list[str]:
     small = _Rehearsal(work, folder, str(teacher))
     failed, seen = [], set()
     for variant in work.plan.variants:
+        if variant.quiet:
+            continue
         recipe = work.recipe(variant)
         kind = (recipe.convert.to, recipe.convert.noise_groups, recipe.data.seq_len)
         if kind in seen:
