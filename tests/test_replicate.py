@@ -142,8 +142,8 @@ def test_every_variant_of_a_plan_is_in_a_comparison_with_its_control_or_an_ablat
     a = Analysis(found)
     seeds = {own.base: own.seeds for own in (a, *a.others)}
     assert seeds == {
-        "main": ["main", "main-1", "main-2"], "noise": ["noise"], "quiet": ["quiet"], "long": ["long"],
-        "even": ["even", "even-1", "even-2"],
+        "main": ["main", "main-1", "main-2"], "memory": ["memory", "memory-1", "memory-2"],
+        "noise": ["noise"], "quiet": ["quiet"], "long": ["long"],
     }  # fmt: skip
     own = {v.name for v in plan.variants if v.control is True}
     assert {v.name for v in plan.variants} - own == {x.name for x in a.ablations}

@@ -212,7 +212,7 @@ def forward(
     overlap, inverse = (torch.empty_like(readout if solved else readout[:0]) for _ in range(2))
     _prepare[(chunks.count, H * G)](
         q, k, kappa, g, chunks.start, chunks.stop, entry, z, readout, inverse, reads, overlap, run.scale,
-        **shape, BD=min(D, 64), INNOVATION=run.innovation, TRAIN=train, num_warps=8, num_stages=2,
+        **shape, BD=min(D, 64), INNOVATION=run.innovation, TRAIN=train, num_warps=8 if D >= 64 else 4, num_stages=2,
     )  # fmt: skip
     unpredicted = torch.empty_like(v) if run.innovation else v
     states, final = v.new_empty(chunks.count, H, G, D, V), torch.empty_like(mean)
