@@ -11,7 +11,7 @@ STAND_INS = {
     "m-a-p/340M-20B-GatedDeltaNet-pure-baseline": "teacher",  # of as many layers, made by the test
     "MODEL": "teacher",
     "ORG/NAME": "llama",  # a small model that is not ours
-    "runs/replication/runs/main/export": "teacher",
+    "runs/replication/runs/noise/export": "teacher",
     "quiet": "teacher",
 }
 

@@ -134,21 +134,35 @@ class Analysis:
         }
 
     @cached_property
-    def profiles(self) -> dict[str, dict[int, Row]]:
-        """What every model found of the longest documents by tenth of depth; seeds of a comparison pooled."""
+    def shares(self) -> dict[str, list[Row]]:
+        """What every model found, rows of `table`; seeds of a comparison pooled, a shared control once."""
         own: dict[str, tuple[str, list[Row]]] = {}
-        shown: list[list[str]] = []  # controls, which comparisons may share
+        shown: list[set[str]] = []
         for comparison in (self, *self.others):
-            controls = [*comparison.controls.values()]
+            controls = {*comparison.controls.values()}
             for role in comparison.models:
-                if role == CONTROL and controls in shown:
+                if role == CONTROL and any(controls <= others for others in shown):
                     continue
                 label = role if role == TEACHER else f"{comparison.base} {role}"
                 own[label] = role, comparison.records
             shown.append(controls)
         pooled = {seed for comparison in (self, *self.others) for seed in comparison.seeds}
         own |= {a.name: (a.student, self.results.records) for a in self.ablations if a.name not in pooled}
-        return {label: _by_depth(records, model, self.lengths[-1]) for label, (model, records) in own.items()}
+        return {
+            label: table(r for r in records if r["model"] == model) for label, (model, records) in own.items()
+        }
+
+    @cached_property
+    def profiles(self) -> dict[str, dict[int, Row]]:
+        """What every model found of the longest documents by tenth of depth."""
+        return {
+            label: {
+                row["depth"]: row
+                for row in rows
+                if row["task"] == MEAN and row["depth"] is not None and row["length"] == self.lengths[-1]
+            }
+            for label, rows in self.shares.items()
+        }
 
     @property
     def layers(self) -> str:
@@ -194,11 +208,6 @@ def _comparisons(controls: dict[str, str]) -> dict[str, list[str]]:
 def _gains(records: Sequence[Row], student: str, against: str) -> list[Row]:
     own = [{**r, "needles": []} for r in records if r["model"] in (student, against)]  # no depth
     return differences(own, student, against, resamples=RESAMPLES)
-
-
-def _by_depth(records: Iterable[Row], model: str, length: int) -> dict[int, Row]:
-    rows = table(r for r in records if (r["model"], r["length"]) == (model, length))
-    return {row["depth"]: row for row in rows if row["task"] == MEAN and row["depth"] is not None}
 
 
 def _pooled(records: Iterable[Row], members: Sequence[str], name: str) -> list[Row]:

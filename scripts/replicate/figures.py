@@ -35,7 +35,7 @@ def draw(a: Analysis, images: Path) -> dict[str, str]:
     """All figures that there are results for; file names by what they show."""
     makers: dict[str, Callable[[Analysis], Figure | None]] = {
         "length": by_length, "depth": by_depth, "maps": maps, "perplexity": perplexity,
-        "ablations": ablations, "curves": curves,
+        "students": students, "ablations": ablations, "curves": curves,
     }  # fmt: skip
     images.mkdir(parents=True, exist_ok=True)
     names = {}
@@ -158,6 +158,35 @@ def perplexity(a: Analysis) -> Figure | None:
         _lengths(axis, a)
     figure.supylabel("perplexity against the teacher, %", fontsize=9)
     figure.supxlabel("tokens", fontsize=9)
+    return _legend(figure, left)
+
+
+def students(a: Analysis) -> Figure | None:
+    """All models in one: the mean of the tasks by length, and by depth where documents are longest."""
+    if len(a.shares) < 2:
+        return None
+    figure, (left, right) = _grid(2, 2, 4.2, 3.4)
+    for i, (label, rows) in enumerate(a.shares.items()):
+        colour, marker, _ = STYLES[i % len(STYLES)]
+        own = overall(rows, task=MEAN)
+        x = [(depth + 0.5) * 100 / DECILES for depth in sorted(a.profiles[label])]
+        y = [100 * a.profiles[label][depth]["mean"] for depth in sorted(a.profiles[label])]
+        look: dict[str, Any] = {
+            "color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4,
+            "linestyle": "--" if label.endswith(CONTROL) else ":" if label == TEACHER else "-",
+            "fillstyle": "none" if i >= len(STYLES) else "full",
+        }  # fmt: skip
+        left.plot(a.lengths, [100 * own[n]["mean"] for n in a.lengths], label=label, **look)
+        right.plot(x, y, **look)
+    _lengths(left, a)
+    left.set_title("mean of six tasks by length", fontsize=9, loc="left")
+    right.set_title(f"by depth in {a.lengths[-1]:,} tokens", fontsize=9, loc="left")
+    left.set_xlabel("tokens of prompt and answer", fontsize=9)
+    right.set_xlabel("depth of the needle, %", fontsize=9)
+    left.set_ylabel("values found, %", fontsize=9)
+    for axis in (left, right):
+        axis.set_ylim(-3, 103)
+        _plain(axis)
     return _legend(figure, left)
 
 

@@ -147,14 +147,19 @@ def perplexity(a: Analysis, pictures: dict[str, str]) -> str:
     return "\n\n".join(["### Perplexity", _table(head, rows), note, *_figure(pictures, "perplexity")])
 
 
-def others(a: Analysis, _: dict[str, str]) -> str:
+def others(a: Analysis, pictures: dict[str, str]) -> str:
     """All students with a control of their own side by side."""
     if not a.others:
         return ""
     head = ["comparison", "mean of six tasks, %", *(_times(a, n) for n in a.lengths), "perplexity"]
     rows = [line for own in (a, *a.others) if own.complete for line in _comparison(own)]
-    note = "Differences in points, perplexity where it differs most from the teacher's."
-    return "\n\n".join(["### Students with a control of their own, side by side", _table(head, rows), note])
+    note = (
+        "Differences in points, perplexity where it differs most from the teacher's. Comparisons may share a"
+        " control: the same layers of the teacher on the same tokens."
+    )
+    return "\n\n".join(
+        ["### Students with a control, side by side", _table(head, rows), note, *_figure(pictures, "students")]
+    )
 
 
 def _comparison(a: Analysis) -> Iterator[list[str]]:
