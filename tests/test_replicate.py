@@ -18,14 +18,16 @@ from folders import write_teacher
 from regraft.assets import austen, teacher_dir
 from regraft.assets.haystack import Haystack
 from regraft.assets.needles import TASKS
-from regraft.convert import load_model, make_student
+from regraft.convert import load_model, load_tokenizer, make_student
 from regraft.convert.convert import write_student
 from regraft.errors import UserError
+from regraft.report.niah import prompt_hash
+from regraft.report.tasks import make_documents
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.replicate import quiet  # noqa: E402
+from scripts.replicate import choices, quiet  # noqa: E402
 from scripts.replicate.analysis import Analysis, overall  # noqa: E402
 from scripts.replicate.figures import BEGIN, END, draw, put  # noqa: E402
 from scripts.replicate.plan import Work, load_plan, model_name  # noqa: E402
@@ -171,7 +173,10 @@ def test_a_control_may_be_shared():
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"control": "other"}, "other has no control"), ({"quiet": {"of": "x", "heads": "0:0"}}, "no variant x")],
+    [
+        ({"control": "other"}, "other has no control"),
+        ({"quiet": {"of": "x", "heads": "0:0"}}, "no variant x"),
+    ],
 )
 def test_a_plan_names_variants_that_there_are(tmp_path, change, reason):
     plan = load_plan("tiny")[0].model_dump(mode="json")
@@ -221,6 +226,35 @@ def test_whatever_is_finished_has_tables(left_out):
     assert a.seeds == pairs and ("### Goals" in text) == a.complete == ("teacher" in kept and bool(pairs))
     assert ("### Ablations" in text) == ({"main/student", "isotropic/student"} <= {*kept})
     assert ("### The teacher" in text) == ("teacher" in kept)
+
+
+def test_choices_tell_which_needle_was_named(capsys, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer("embedded")
+    made = make_documents([choices.TASK], [384], 4, seed=0, tokenizer=tokenizer)[choices.TASK, 384]
+    found = []
+    for document, place in zip(made, (0, 3, None, 1), strict=True):
+        needles = sorted(document.needles, key=lambda needle: needle.start_token)
+        asked = next(needle for needle in needles if needle.asked)
+        named = asked if place == 0 else needles[place] if place is not None else None
+        found.append(
+            {"model": "m", "task": choices.TASK, "length": 384, "seed": 0, "index": document.index,
+             "completion": f" {named.value}." if named else " none", "prompt_sha256": prompt_hash(document)}
+        )  # fmt: skip
+    own = choices.choices(found, dict(enumerate(made)))["m"]
+    right = 1 + sum(
+        sorted(made[i].needles, key=lambda needle: needle.start_token)[place].asked
+        for i, place in ((1, 3), (3, 1))
+    )
+    assert (own.documents, own.right.total(), own.wrong.total(), own.none) == (4, right, 3 - right, 1)
+    assert set(own.wrong) <= {1, 3}
+    monkeypatch.setattr(choices, "unpack", lambda path: Results(records=found))
+    choices.main(["x"])
+    said = capsys.readouterr().out
+    assert said.startswith("384 tokens") and f"| m | {25 * right} | {75 - 25 * right} | 25 |" in said
+    with pytest.raises(UserError, match="document 0 is another"):
+        choices.choices([found[0] | {"prompt_sha256": ""}], dict(enumerate(made)))
+    with pytest.raises(SystemExit, match="no niah_multikey_1 of 7 tokens"):
+        choices.main(["x", "--lengths", "7"])
 
 
 def test_tables_hold_what_there_is_and_nothing_else(tmp_path):

@@ -203,6 +203,11 @@ def _speed(name: str, documents: int, tokens: int, seconds: float, stored: int) 
     return f"{name}: {'; '.join(parts)}"
 
 
+def prompt_hash(document: NeedleDocument) -> str:
+    """`prompt_sha256` of a document's records."""
+    return hashlib.sha256(document.model_input.encode()).hexdigest()
+
+
 def _record(document: NeedleDocument, completion: str) -> Record:
     needles = [
         needle | {"decile": original.decile}
@@ -220,7 +225,7 @@ def _record(document: NeedleDocument, completion: str) -> Record:
         "score": sum(hits) / len(hits),
         "needles": needles,
         "completion": completion,
-        "prompt_sha256": hashlib.sha256(document.model_input.encode()).hexdigest(),
+        "prompt_sha256": prompt_hash(document),
         "n_tokens": document.n_tokens,
         "new_tokens": ALL_TASKS[document.task].new_tokens,
     }

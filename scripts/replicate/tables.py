@@ -157,9 +157,8 @@ def others(a: Analysis, pictures: dict[str, str]) -> str:
         "Differences in points, perplexity where it differs most from the teacher's. Comparisons may share a"
         " control: the same layers of the teacher on the same tokens."
     )
-    return "\n\n".join(
-        ["### Students with a control, side by side", _table(head, rows), note, *_figure(pictures, "students")]
-    )
+    title = "### Students with a control, side by side"
+    return "\n\n".join([title, _table(head, rows), note, *_figure(pictures, "students")])
 
 
 def _comparison(a: Analysis) -> Iterator[list[str]]:

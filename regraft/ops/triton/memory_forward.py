@@ -210,9 +210,11 @@ def forward(
     solved = run.innovation and train
     reads = (torch.empty_like(readout) if run.innovation else readout) if train else readout[:0]
     overlap, inverse = (torch.empty_like(readout if solved else readout[:0]) for _ in range(2))
+    # ptxas 12.8 compiles eight warps on narrow keys wrongly, docs/benchmarks.md
+    warps = 8 if D >= 64 else 4
     _prepare[(chunks.count, H * G)](
         q, k, kappa, g, chunks.start, chunks.stop, entry, z, readout, inverse, reads, overlap, run.scale,
-        **shape, BD=min(D, 64), INNOVATION=run.innovation, TRAIN=train, num_warps=8 if D >= 64 else 4, num_stages=2,
+        **shape, BD=min(D, 64), INNOVATION=run.innovation, TRAIN=train, num_warps=warps, num_stages=2,
     )  # fmt: skip
     unpredicted = torch.empty_like(v) if run.innovation else v
     states, final = v.new_empty(chunks.count, H, G, D, V), torch.empty_like(mean)
