@@ -95,8 +95,8 @@ def main(given: list[str] | None = None) -> None:
     args = ap.parse_args(given)
     records = [record for record in unpack(args.results).records if record["task"] == TASK]
     lengths = args.lengths or sorted({record["length"] for record in records})
-    tokenizer = load_tokenizer(args.tokenizer)
     try:
+        tokenizer = load_tokenizer(args.tokenizer)
         for length in lengths:
             own = [record for record in records if record["length"] == length]
             if not own:
