@@ -94,8 +94,9 @@ def test_the_floor_acts_on_the_covariance_alone() -> None:
     check(problem, chunk_size=16, obs_var_floor=0.05)
 
 
-def test_narrow_keys_are_read_in_float32() -> None:
-    problem = make_problem(20, B=1, H=1, D=16, V=16, G=1)
+@pytest.mark.parametrize(("D", "V"), [(16, 64), (64, 16)])
+def test_narrow_keys_and_values_are_read_in_float32(D: int, V: int) -> None:
+    problem = make_problem(20, B=1, H=1, D=D, V=V, G=1)
     half = {name: x.to(torch.bfloat16 if name in "qkv" else torch.float32) for name, x in problem.items()}
     here = run(half, backend="triton", chunk_size=16, check=False)
     there = run({name: x.float() for name, x in half.items()}, backend="triton", chunk_size=16, check=False)

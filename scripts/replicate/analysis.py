@@ -107,7 +107,7 @@ class Analysis:
 
     @cached_property
     def others(self) -> list[Analysis]:
-        """The other comparisons with a control that are finished, each with its own seeds."""
+        """The other comparisons that are finished, each with its own seeds."""
         bases = (base for base in _comparisons(_controls(self.results)) if base != self.base)
         return [own for own in (Analysis(self.results, base) for base in bases) if own.complete]
 

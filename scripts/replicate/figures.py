@@ -169,15 +169,14 @@ def students(a: Analysis) -> Figure | None:
     for i, (label, rows) in enumerate(a.shares.items()):
         colour, marker, _ = STYLES[i % len(STYLES)]
         own = overall(rows, task=MEAN)
-        x = [(depth + 0.5) * 100 / DECILES for depth in sorted(a.profiles[label])]
-        y = [100 * a.profiles[label][depth]["mean"] for depth in sorted(a.profiles[label])]
+        profile = sorted(a.profiles[label].items())
         look: dict[str, Any] = {
             "color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4,
             "linestyle": "--" if label.endswith(CONTROL) else ":" if label == TEACHER else "-",
             "fillstyle": "none" if i >= len(STYLES) else "full",
         }  # fmt: skip
         left.plot(a.lengths, [100 * own[n]["mean"] for n in a.lengths], label=label, **look)
-        right.plot(x, y, **look)
+        right.plot([_middle(t) for t, _ in profile], [100 * row["mean"] for _, row in profile], **look)
     _lengths(left, a)
     left.set_title("mean of six tasks by length", fontsize=9, loc="left")
     right.set_title(f"by depth in {a.lengths[-1]:,} tokens", fontsize=9, loc="left")
@@ -269,8 +268,12 @@ def _profile(
         if row["depth"] is not None and all(row[key] == value for key, value in wanted.items())
     ]  # fmt: skip
     own.sort(key=lambda row: row["depth"])
-    x = [(row["depth"] + 0.5) * 100 / DECILES for row in own]
-    _line(axis, x, own, field, label, *style, factor=100)
+    _line(axis, [_middle(row["depth"]) for row in own], own, field, label, *style, factor=100)
+
+
+def _middle(tenth: int) -> float:
+    """Middle of a tenth of depth, in percent."""
+    return (tenth + 0.5) * 100 / DECILES
 
 
 def _plain(axis: Axes) -> None:

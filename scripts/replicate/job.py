@@ -36,8 +36,8 @@ def train(work: Work, variant: Variant, role: str, extra: tuple[str, ...] = ()) 
     run = work.run(variant)
     if variant.quiet:
         if not (run / "export").is_dir():
-            of = work.place(work.variant(variant.quiet.of), STUDENT)
-            quiet.write(of, run / "export", map(quiet.parsed, work.heads(variant.quiet)))
+            heads = map(quiet.parsed, work.heads(variant.quiet))
+            quiet.write(str(work.source(variant.quiet)), run / "export", heads)
         return
     if _finished(run if role == STUDENT else run / CONTROL):
         return

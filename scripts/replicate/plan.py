@@ -195,6 +195,10 @@ class Work:
         ]
         return load_recipe(path, [*filled, *own])
 
+    def source(self, quiet: Quiet) -> Path:
+        """Folder of the student that a quiet one is made from; there once that is trained."""
+        return Path(self.place(self.variant(quiet.of), STUDENT))
+
     def heads(self, quiet: Quiet) -> list[str]:
         """Layers and heads without process noise, each as `layer:head,head`."""
         return self._named(quiet.heads).split()

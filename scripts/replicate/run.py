@@ -27,7 +27,7 @@ import torch
 from regraft.distill.parent import MANIFEST
 from regraft.errors import UserError
 from scripts.replicate.job import records_file
-from scripts.replicate.plan import CONTROL, STUDENT, Variant, Work, model_name
+from scripts.replicate.plan import CONTROL, STUDENT, Work, model_name
 from scripts.replicate.results import pack
 
 POLL_SECONDS = 0.2
@@ -88,7 +88,7 @@ def jobs(work: Work, args: argparse.Namespace) -> Iterator[Job]:
         yield Job(
             variant.name, lambda name=variant.name: [*job, name, *at], needs,  # type: ignore[misc]
             records_file(here, model_name(variant, STUDENT)).is_file,
-            ready=_exported(work, variant) if variant.quiet else lambda: True,
+            ready=work.source(variant.quiet).is_dir if variant.quiet else lambda: True,
             kind=QUIET if variant.quiet else STUDENT,
         )  # fmt: skip
         if variant.control is True:  # beside its student, whose conversion says which layers it trains
@@ -97,12 +97,6 @@ def jobs(work: Work, args: argparse.Namespace) -> Iterator[Job]:
                 records_file(here, model_name(variant, CONTROL)).is_file,
                 ready=(work.run(variant) / MANIFEST).is_file, kind=CONTROL,
             )  # fmt: skip
-
-
-def _exported(work: Work, variant: Variant) -> Callable[[], bool]:
-    """Whether the student that a quiet one is made from is there."""
-    assert variant.quiet
-    return Path(work.place(work.variant(variant.quiet.of), STUDENT)).is_dir
 
 
 def _kernels(speed: Path) -> list[str]:

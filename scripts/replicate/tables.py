@@ -148,7 +148,7 @@ def perplexity(a: Analysis, pictures: dict[str, str]) -> str:
 
 
 def others(a: Analysis, pictures: dict[str, str]) -> str:
-    """All students with a control of their own side by side."""
+    """All students with a control side by side."""
     if not a.others:
         return ""
     head = ["comparison", "mean of six tasks, %", *(_times(a, n) for n in a.lengths), "perplexity"]
@@ -268,7 +268,7 @@ def _training(found: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def cost(a: Analysis, _: dict[str, str]) -> str:
+def cost(a: Analysis, pictures: dict[str, str]) -> str:
     """Tokens, arithmetic, seconds and hashes of every run."""
     runs = {name: model for name, model in a.results.models.items() if "tokens" in model}
     if not runs:
@@ -280,7 +280,7 @@ def cost(a: Analysis, _: dict[str, str]) -> str:
         for name, m in runs.items()
     ]  # fmt: skip
     note = "Device-seconds are those of a process; several ran at once on one card, so they do not add up."
-    return "\n\n".join(["### Cost", _table(head, rows), note])
+    return "\n\n".join(["### Cost", _table(head, rows), note, *_figure(pictures, "curves")])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

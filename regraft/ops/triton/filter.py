@@ -10,12 +10,10 @@ from regraft.ops.inputs import FilterInputs
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.dense import dense_gains
 from regraft.ops.triton.memory import MAX_COLUMNS, SIZES, WIDTHS, memory_pass
+from regraft.ops.triton.memory_forward import NARROW
 from regraft.ops.triton.scans import moebius_gains
 
 _HALF = (torch.bfloat16, torch.float16)
-NARROW = (
-    64  # below it keys and values are read in float32: ptxas 12.8 compiles halves wrongly, docs/benchmarks.md
-)
 
 
 def unsupported(
@@ -59,7 +57,7 @@ def triton_filter(
         t.flatten(0, 1) for t in (x.q, x.k, x.v, x.g, x.obs_var, x.obs_var_cov, x.process_var)
     )
     q, k, g, obs, obs_cov = q.squeeze(2), k.squeeze(2), g[..., 0, 0], obs.squeeze(-1), obs_cov.squeeze(-1)
-    if D < NARROW:
+    if min(D, v.shape[-1]) < NARROW:  # ptxas compiles halves wrongly
         q, k, v = q.float(), k.float(), v.float()
     same = q.dtype == k.dtype == v.dtype and v.dtype in _HALF
     dtype = v.dtype if same else torch.float32

@@ -198,6 +198,9 @@ class Saved:
     states: Tensor  # [chunks,HG,D,V], the memory at each chunk's entry
 
 
+NARROW = 64  # keys or values below it are what ptxas 12.8 compiles wrongly here and there, docs/benchmarks.md
+
+
 def forward(
     q: Tensor, k: Tensor, kappa: Tensor, v: Tensor, g: Tensor, mean: Tensor, run: Pass, train: bool
 ) -> tuple[Tensor, Tensor, Saved]:
@@ -210,8 +213,7 @@ def forward(
     solved = run.innovation and train
     reads = (torch.empty_like(readout) if run.innovation else readout) if train else readout[:0]
     overlap, inverse = (torch.empty_like(readout if solved else readout[:0]) for _ in range(2))
-    # ptxas 12.8 compiles eight warps on narrow keys wrongly, docs/benchmarks.md
-    warps = 8 if D >= 64 else 4
+    warps = 8 if D >= NARROW else 4
     _prepare[(chunks.count, H * G)](
         q, k, kappa, g, chunks.start, chunks.stop, entry, z, readout, inverse, reads, overlap, run.scale,
         **shape, BD=min(D, 64), INNOVATION=run.innovation, TRAIN=train, num_warps=warps, num_stages=2,
