@@ -39,8 +39,8 @@ from regraft.probes.schema import Training
 from regraft.probes.train import train
 
 ROOT = Path(__file__).parents[2]
-# Verb, recipe, processes: 15 of 16 cores.
-PLAN = (("recall", "full", 9), ("mqar", "widths", 3), ("mqar", "medium", 2), ("mqar", "blocks", 1))
+# Recipes and processes: 15 of 16 cores.
+PLAN = ("recall-full:9", "mqar-widths:3", "mqar-medium:2", "mqar-blocks:1")
 CHECKED = (("recall", "full"), ("mqar", "widths"))
 UPDATES, ROWS = 5, 4  # of the check: three of the same shape are plain, so the later ones are recorded
 TOLERANCE = 5e-3  # of the losses of the check
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--check", action="store_true", help="against the CPU, nothing else")
     parser.add_argument("--resume", type=Path, help="archive of an earlier call")
-    parser.add_argument("--only", nargs="*", default=[], help="recipes such as recall-full")
+    parser.add_argument("--only", nargs="+", default=PLAN, metavar="VERB-RECIPE:PROCESSES", help="what runs")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.check:
@@ -66,9 +66,10 @@ def main() -> None:
         with tarfile.open(args.resume) as archive:
             archive.extractall(work, filter="data")
     running = []
-    for verb, recipe, jobs in (p for p in PLAN if not args.only or f"{p[0]}-{p[1]}" in args.only):
-        name = f"{verb}-{recipe}"
-        running.append((name, begin(verb, recipe, jobs, args.minutes, args.device, work)))
+    for entry in args.only:
+        name, _, jobs = entry.partition(":")
+        verb, _, recipe = name.partition("-")
+        running.append((name, begin(verb, recipe, int(jobs or 1), args.minutes, args.device, work)))
     hard = start + 60 * args.minutes + 15
     for name, process in running:
         try:
