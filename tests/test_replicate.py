@@ -123,9 +123,22 @@ def test_seeds_are_pooled_and_differences_are_paired():
     assert gain["difference"] == 0.5 and gain["low"] == gain["high"] == 0.5  # each document: (1 + 0) / 2 - 0
     ratio = overall(a.ratios, student="student")[2048]
     assert ratio["ratio"] == pytest.approx(np.exp(0.002 * 6001 / 2048))
-    assert [(x.name, overall(x.gains, task="mean")[1024]["difference"]) for x in a.ablations] == [
-        ("isotropic", 0.0)
-    ]
+    (isotropic,) = a.ablations  # against the mean of both seeds, the better of which it equals
+    assert overall(isotropic.gains, task="mean")[1024]["difference"] == 0.5
+    assert overall(isotropic.ratios)[2048]["ratio"] == 1.0
+    assert isotropic.spread[1024] == (-0.5, 0.5) and not isotropic.beyond(1024)
+    assert "| -50.0 to +50.0 |" in sections(a, {}) and "**+50.0" not in sections(a, {})
+
+
+def test_what_no_seed_does_stands_out():
+    a = Analysis(
+        results(
+            teacher=0.5, main__student=0.0, main__control=0.0, main_1__student=0.0, main_1__control=0.0,
+            isotropic__student=1.0,
+        )
+    )  # fmt: skip
+    assert a.ablations[0].beyond(1024)
+    assert "| **+100.0 [+100.0, +100.0]** |" in sections(a, {})
 
 
 def test_a_seed_without_its_control_is_left_out():
@@ -166,7 +179,7 @@ def test_a_control_may_be_shared():
     gain = overall(quiet.gains, student="student", baseline="control", task="mean")[1024]
     assert gain["difference"] == gain["low"] == 1.0
     assert {x.name: overall(x.gains, task="mean")[1024]["difference"] for x in a.ablations} == {
-        "quiet": 0.0, "quiet-1": 1.0,
+        "quiet": 0.5, "quiet-1": 1.0,
     }  # fmt: skip
     assert [*a.profiles] == ["teacher", "main student", "main control", "quiet student"]
 

@@ -19,11 +19,12 @@ from scripts.replicate.results import Results
 MAIN = "main"  # the comparison that has sections of its own
 PAIRS = ((STUDENT, CONTROL), (STUDENT, TEACHER), (CONTROL, TEACHER))
 RESAMPLES = 10_000
+POOL = "pool"  # name of the mean of seeds
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """A variant without a control of its own, and what it is compared with."""
+    """A variant without a control of its own, and what it is compared with: the mean of that one's seeds."""
 
     name: str
     question: str
@@ -31,6 +32,14 @@ class Ablation:
     against: str
     gains: list[Row]  # of `differences`
     ratios: list[Row]  # of `perplexity_differences`
+    spread: dict[
+        int, tuple[float, float]
+    ]  # by length, from the worst of those seeds to the best, as a difference
+
+    def beyond(self, length: int) -> bool:
+        """Whether its interval holds no 0 and it lies outside the range of those seeds."""
+        row, (low, high) = overall(self.gains, task=MEAN)[length], self.spread[length]
+        return not row["low"] <= 0 <= row["high"] and not low <= row["difference"] <= high
 
 
 class Analysis:
@@ -119,10 +128,23 @@ class Analysis:
             student, against = f"{variant['name']}/{STUDENT}", variant["against"]
             if variant["control"] is True or student not in done or against not in done:
                 continue
-            gains = _gains(self.results.records, student, against)
-            ratios = perplexity_differences(self.results.perplexity, student, against, resamples=RESAMPLES)
-            found.append(Ablation(variant["name"], variant["question"], student, against, gains, ratios))
+            members = self._seeds_of(against)
+            records = [*self.results.records, *_pooled(self.results.records, members, POOL)]
+            texts = [*self.results.perplexity, *_pooled_nll(self.results.perplexity, members, POOL)]
+            found.append(
+                Ablation(
+                    variant["name"], variant["question"], student, against, _gains(records, student, POOL),
+                    perplexity_differences(texts, student, POOL, resamples=RESAMPLES),
+                    _spread(records, members),
+                )
+            )  # fmt: skip
         return found
+
+    def _seeds_of(self, model: str) -> list[str]:
+        """All seeds of a model that are finished, itself among them."""
+        base, _, role = model.partition("/")
+        seeds = _comparisons(_controls(self.results)).get(base, [base])
+        return [name for seed in seeds if (name := f"{seed}/{role}") in self.results.models]
 
     @cached_property
     def traces(self) -> dict[str, dict[str, Trace]]:
@@ -208,6 +230,16 @@ def _comparisons(controls: dict[str, str]) -> dict[str, list[str]]:
 def _gains(records: Sequence[Row], student: str, against: str) -> list[Row]:
     own = [{**r, "needles": []} for r in records if r["model"] in (student, against)]  # no depth
     return differences(own, student, against, resamples=RESAMPLES)
+
+
+def _spread(records: Sequence[Row], members: Sequence[str]) -> dict[int, tuple[float, float]]:
+    """By length how far the scores of single seeds lie from their mean, over all tasks."""
+    scores: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        if record["model"] in members:
+            scores[record["length"]][record["model"]].append(record["score"])
+    means = {n: [float(np.mean(own)) for own in by_model.values()] for n, by_model in scores.items()}
+    return {n: (min(own) - float(np.mean(own)), max(own) - float(np.mean(own))) for n, own in means.items()}
 
 
 def _pooled(records: Iterable[Row], members: Sequence[str], name: str) -> list[Row]:

@@ -199,9 +199,11 @@ def ablations(a: Analysis) -> Figure | None:
     axes = np.atleast_1d(figure.subplots(1, columns, sharey=True))
     for axis, length in zip(axes, a.lengths, strict=True):
         rows = [overall(own.gains, task=MEAN)[length] for own in a.ablations]
-        for y, row in enumerate(rows):
+        for y, (own, row) in enumerate(zip(a.ablations, rows, strict=True)):
             low, middle, high = (100 * row[key] for key in ("low", "difference", "high"))
-            colour = "#888888" if low <= 0 <= high else STYLES[0][0]
+            colour = STYLES[0][0] if own.beyond(length) else "#888888"
+            worst, best = (100 * x for x in own.spread[length])
+            axis.barh(y, best - worst, left=worst, height=0.8, color="#e4e4e4", zorder=0)
             axis.plot([low, high], [y, y], color=colour, linewidth=2)
             axis.plot([middle], [y], "o", color=colour, markersize=5)
         axis.axvline(0, color="#555555", linewidth=0.8)
@@ -209,7 +211,9 @@ def ablations(a: Analysis) -> Figure | None:
         _plain(axis)
     axes[0].set_yticks(range(len(names)), names, fontsize=7.5)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
-    figure.supxlabel("points, mean of six tasks, 95 % interval", fontsize=9)
+    figure.supxlabel(
+        "points, mean of six tasks, 95 % interval; grey bars: seeds of what it is compared with", fontsize=9
+    )
     return figure
 
 

@@ -193,10 +193,21 @@ def ablations(a: Analysis, pictures: dict[str, str]) -> str:
         return ""
     head = ["variant", "question", "against", *(_times(a, n) for n in a.lengths), "perplexity"]
     rows = []
+    for against, own in {own.against: own for own in a.ablations}.items():
+        spread = [f"{100 * low:+.1f} to {100 * high:+.1f}" for low, high in own.spread.values()]
+        if any(low < high for low, high in own.spread.values()):
+            rows.append(
+                [f"{against}, its seeds", "How far is one from their mean?", "their mean", *spread, ""]
+            )
     for own in a.ablations:
         gains, cost = overall(own.gains, task=MEAN), _worst(overall(own.ratios))
-        rows.append([own.name, own.question, own.against, *(_gain(gains[n]) for n in a.lengths), cost])
-    note = "Points of the mean over six tasks, one seed; perplexity where it differs most."
+        cells = [f"**{_gain(gains[n])}**" if own.beyond(n) else _gain(gains[n]) for n in a.lengths]
+        rows.append([own.name, own.question, own.against, *cells, cost])
+    note = (
+        "Points of the mean over six tasks: one seed of the variant against the mean of all seeds of what it"
+        " is compared with; perplexity where it differs most. Bold is what lies outside the range of those"
+        " seeds and has an interval without 0; inside it a difference may be the order of the data."
+    )
     return "\n\n".join(["### Ablations", _table(head, rows), note, *_figure(pictures, "ablations")])
 
 
