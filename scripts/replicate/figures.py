@@ -162,31 +162,43 @@ def perplexity(a: Analysis) -> Figure | None:
 
 
 def students(a: Analysis) -> Figure | None:
-    """All models in one: the mean of the tasks by length, and by depth where documents are longest."""
+    """Models with a control by length, and every model by depth where documents are longest."""
     if len(a.shares) < 2:
         return None
-    figure, (left, right) = _grid(2, 2, 4.2, 3.4)
-    for i, (label, rows) in enumerate(a.shares.items()):
+    figure = Figure(figsize=(10, max(3.4, 0.6 + 0.24 * len(a.shares))), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.5))
+    compared = [label for label in a.shares if label == TEACHER or label.endswith((STUDENT, CONTROL))]
+    for i, label in enumerate(compared):
         colour, marker, _ = STYLES[i % len(STYLES)]
-        own = overall(rows, task=MEAN)
-        profile = sorted(a.profiles[label].items())
-        look: dict[str, Any] = {
-            "color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4,
-            "linestyle": "--" if label.endswith(CONTROL) else ":" if label == TEACHER else "-",
-            "fillstyle": "none" if i >= len(STYLES) else "full",
-        }  # fmt: skip
-        left.plot(a.lengths, [100 * own[n]["mean"] for n in a.lengths], label=label, **look)
-        right.plot([_middle(t) for t, _ in profile], [100 * row["mean"] for _, row in profile], **look)
+        own = overall(a.shares[label], task=MEAN)
+        left.plot(
+            a.lengths, [100 * own[n]["mean"] for n in a.lengths], label=label, color=colour, marker=marker,
+            markersize=4, linewidth=1.4, fillstyle="none" if i >= len(STYLES) else "full",
+            linestyle="--" if label.endswith(CONTROL) else ":" if label == TEACHER else "-",
+        )  # fmt: skip
     _lengths(left, a)
-    left.set_title("mean of six tasks by length", fontsize=9, loc="left")
-    right.set_title(f"by depth in {a.lengths[-1]:,} tokens", fontsize=9, loc="left")
+    left.set_title("mean of six tasks, %, by length", fontsize=9, loc="left")
     left.set_xlabel("tokens of prompt and answer", fontsize=9)
-    right.set_xlabel("depth of the needle, %", fontsize=9)
-    left.set_ylabel("values found, %", fontsize=9)
-    for axis in (left, right):
-        axis.set_ylim(-3, 103)
-        _plain(axis)
-    return _legend(figure, left)
+    left.set_ylim(-3, 103)
+    left.legend(fontsize=7.5, frameon=False, loc="lower left")
+    _plain(left)
+    _profiles(a, right)
+    return figure
+
+
+def _profiles(a: Analysis, axis: Axes) -> None:
+    """What every model found by depth, a row each."""
+    grid = np.full((len(a.profiles), DECILES), np.nan)
+    for y, profile in enumerate(a.profiles.values()):
+        for x, row in profile.items():
+            grid[y, x] = 100 * row["mean"]
+            colour = "#1a1a1a" if grid[y, x] > 50 else "#ffffff"
+            axis.text(x, y, f"{grid[y, x]:.0f}", ha="center", va="center", fontsize=7, color=colour)
+    axis.imshow(grid, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    axis.set_yticks(range(len(a.profiles)), [*a.profiles], fontsize=7.5)
+    axis.set_xticks(np.arange(0, DECILES + 1, 2) - 0.5, [str(10 * i) for i in range(0, 11, 2)], fontsize=8)
+    axis.set_xlabel("depth of the needle, %", fontsize=9)
+    axis.set_title(f"the same by depth in {a.lengths[-1]:,} tokens", fontsize=9, loc="left")
 
 
 def ablations(a: Analysis) -> Figure | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def pack(work: Work, out: Path | None = None, old: Path | None = None) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_suffix(".tmp")
     with lzma.open(temporary, "wt", preset=9, encoding="utf-8") as file:
-        for line in _joined(list(_lines(work)), old):
+        for line in sorted(_joined(list(_lines(work)), old), key=_place(work)):
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
     temporary.replace(out)
     return out
@@ -79,6 +79,18 @@ def _joined(lines: list[dict[str, Any]], old: Path | None) -> Iterator[dict[str,
         name = {"model": "name", "perplexity": "of"}.get(line["kind"])
         if name is not None and line[name] not in here:
             yield line
+
+
+def _place(work: Work) -> Callable[[dict[str, Any]], tuple[int, int]]:
+    """Where a line belongs: models in the order of the plan, whichever run they are from."""
+    kinds = ("plan", "teacher", "document", "model", "perplexity")
+    order = {model_name(*model): i for i, model in enumerate(work.plan.models())}
+
+    def place(line: dict[str, Any]) -> tuple[int, int]:
+        name = line.get("of") or line.get("name")
+        return kinds.index(line["kind"]), order.get(str(name), len(order))
+
+    return place
 
 
 def _lines(work: Work) -> Iterator[dict[str, Any]]:
