@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from regraft.ops import kalman_delta_rule
 from regraft.probes.kernel import ridge, run
 from regraft.probes.kernel_data import FIT, HELD_OUT, TRAIN, bayes_kernel, draw, steady
+from regraft.probes.kernel_figures import EACH, distance
 from regraft.probes.load import load
 from regraft.probes.runner import no_tick, probe_of
 
@@ -98,3 +100,11 @@ def test_a_run_that_diverges_is_told(tmp_path) -> None:
     summary = probe.summary(recipe, cells, [run(c.settings, "cpu", no_tick) for c in cells])
     assert "diverged" in probe.markdown(summary)
     probe.figures(summary, tmp_path)
+
+
+def test_distances_are_over_a_few_lags_each() -> None:
+    exact, kernels = np.zeros(EACH + 2), np.zeros((2, EACH + 2))
+    kernels[0, :EACH], kernels[:, EACH:] = 2.0, 3.0
+    lags, far = distance(kernels, exact)
+    assert lags.tolist() == [(EACH - 1) / 2, EACH + 0.5]
+    np.testing.assert_allclose(far, [2**0.5, 3.0])

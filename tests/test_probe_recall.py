@@ -9,6 +9,7 @@ from torch import Tensor
 from regraft.errors import UserError
 from regraft.probes.load import load
 from regraft.probes.mixers import build, mixer_config
+from regraft.probes.plots import balanced
 from regraft.probes.recall import accuracy, drawn, model_of, run
 from regraft.probes.recall_data import TEST, TRAIN, Recalled, collision_batch, random_batch
 from regraft.probes.recall_rules import FixedAddress
@@ -232,3 +233,7 @@ def test_mistakes_leave_nothing_behind(regraft, tmp_path) -> None:
     assert code == 2 and "--out" in error
     code, _, error = regraft("probe", "recall", "--out", tmp_path / "out", "--set", "mixers=[attention]")
     assert code == 2 and "takes no addresses" in error and not (tmp_path / "out").exists()
+
+
+def test_a_legend_has_the_fewest_rows_and_they_are_of_about_one_length() -> None:
+    assert [balanced(n, 4) for n in (0, 1, 4, 5, 7, 8, 9)] == [1, 1, 4, 3, 4, 4, 3]

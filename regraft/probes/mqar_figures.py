@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from regraft.probes.plots import band, legend, save, styles
+from regraft.probes.plots import Style, band, legend, save, styles
 
 
 def draw(summary: dict[str, Any], folder: Path) -> list[Path]:
@@ -25,22 +26,45 @@ def _pairs(summary: dict[str, Any]) -> Figure:
     """A panel a task: accuracy by test size at the largest width."""
     tasks = summary["tasks"]
     figure, axes = _panels(len(tasks))
-    style = styles([m["mixer"] for m in tasks[0]["mixers"]])
     for axis, task in zip(axes, tasks, strict=False):
-        sizes = [f"{n} in {T}" for T, n in task["task"]["test"]]
-        width = _largest(task)
-        for m in task["mixers"]:
-            tests = [t["accuracy"] for t in _tests(m, width)]
-            x = [i for i, t in enumerate(tests) if t["mean"] is not None]
-            band(axis, x, [tests[i] for i in x], style[m["mixer"]], m["mixer"])
-        longest = max(n for _, n in task["task"]["train"])
-        known = sum(n <= longest for _, n in task["task"]["test"])
-        axis.axvspan(-0.3, known - 0.5, color="black", alpha=0.06, linewidth=0)
-        axis.set_xlim(-0.3, len(sizes) - 0.7)
-        axis.set_xticks(range(len(sizes)), sizes, fontsize=8)
-        axis.set_title(f"{task['task']['name']}, width {width}", fontsize=9)
-        axis.set_xlabel("pairs in tokens (shaded: trained on)", fontsize=9)
+        _by_size(axis, task, "accuracy", "", _styles(summary))
     return _finished(figure, axes)
+
+
+def _updates(summary: dict[str, Any]) -> Figure:
+    """Two panels a task with rewritten keys: those written twice, and those that should be left alone."""
+    tasks = [t for t in summary["tasks"] if t["task"]["updated"]]
+    figure, axes = _panels(2 * len(tasks))
+    panels = [(task, kind) for task in tasks for kind in ("updated", "untouched")]
+    for axis, (task, kind) in zip(axes, panels, strict=False):
+        _by_size(axis, task, kind, f": {kind} keys", _styles(summary))
+    return _finished(figure, axes)
+
+
+def _styles(summary: dict[str, Any]) -> dict[str, Style]:
+    """The look of every mixer, the same in all tasks."""
+    return styles([m["mixer"] for task in summary["tasks"] for m in task["mixers"]])
+
+
+def _by_size(axis: Axes, task: dict[str, Any], key: str, suffix: str, style: dict[str, Style]) -> None:
+    """One accuracy by test size at the largest width, with what was trained on shaded."""
+    sizes = [f"{n} in {T}" for T, n in task["task"]["test"]]
+    width = _largest(task)
+    for m in task["mixers"]:
+        tests = [t.get(key, {"mean": None}) for t in _tests(m, width)]
+        x = [i for i, t in enumerate(tests) if t["mean"] is not None]
+        band(axis, x, [tests[i] for i in x], style[m["mixer"]], m["mixer"])
+    known = sum(n <= _longest(task) for _, n in task["task"]["test"])
+    axis.axvspan(-0.3, known - 0.5, color="black", alpha=0.06, linewidth=0)
+    axis.set_xlim(-0.3, len(sizes) - 0.7)
+    axis.set_xticks(range(len(sizes)), sizes, fontsize=8)
+    axis.set_title(f"{task['task']['name']}{suffix}, width {width}", fontsize=9)
+    axis.set_xlabel("pairs in tokens (shaded: trained on)", fontsize=9)
+
+
+def _longest(task: dict[str, Any]) -> int:
+    """The most pairs that a task trains on."""
+    return max(n for _, n in task["task"]["train"])
 
 
 def _largest(task: dict[str, Any]) -> int:
@@ -58,14 +82,15 @@ def _width(summary: dict[str, Any], widths: list[int]) -> Figure:
     """A panel a task and size: accuracy by width."""
     panels = [(t, i) for t in summary["tasks"] for i in range(len(t["task"]["test"]))]
     figure, axes = _panels(len(panels))
-    style = styles([m["mixer"] for m in summary["tasks"][0]["mixers"]])
+    style = _styles(summary)
     for axis, (task, i) in zip(axes, panels, strict=False):
         for m in task["mixers"]:
             points = [(w["width"], w["tests"][i]["accuracy"]) for w in m["widths"] if w["tests"]]
             points = [p for p in points if p[1]["mean"] is not None]
             band(axis, [p[0] for p in points], [p[1] for p in points], style[m["mixer"]], m["mixer"])
         T, n = task["task"]["test"][i]
-        axis.set_title(f"{task['task']['name']}: {n} pairs in {T} tokens", fontsize=9)
+        beyond = " (beyond training)" if n > _longest(task) else ""
+        axis.set_title(f"{task['task']['name']}: {n} pairs in {T} tokens{beyond}", fontsize=9)
         axis.set_xscale("log", base=2)
         axis.set_xticks(widths, [str(w) for w in widths])
         axis.minorticks_off()
@@ -87,29 +112,5 @@ def _panels(count: int) -> tuple[Figure, Any]:
 def _finished(figure: Figure, axes: Any) -> Figure:
     axes[0].set_ylim(-0.03, 1.03)
     axes[0].set_ylabel("accuracy")
-    legend(figure, axes[0], 3)
-    return figure
-
-
-def _updates(summary: dict[str, Any]) -> Figure:
-    """At the largest width: keys written twice against keys that should be left alone."""
-    tasks = [t for t in summary["tasks"] if t["task"]["updated"]]
-    figure = Figure(figsize=(1 + 3.6 * len(tasks), 4.2), layout="constrained")
-    axes = figure.subplots(1, len(tasks), sharey=True, sharex=True, squeeze=False)[0]
-    style = styles([m["mixer"] for m in tasks[0]["mixers"]])
-    for axis, task in zip(axes, tasks, strict=True):
-        axis.plot((0, 1), (0, 1), color="black", linewidth=0.6, linestyle=":")
-        for m in task["mixers"]:
-            look = style[m["mixer"]]
-            tests = [t for t in _tests(m, _largest(task)) if "updated" in t and "untouched" in t]
-            x, y = ([t[key]["mean"] for t in tests] for key in ("untouched", "updated"))
-            axis.plot(x, y, label=m["mixer"], **look._asdict())
-            dx, dy = ([t[key]["deviation"] for t in tests] for key in ("untouched", "updated"))
-            axis.errorbar(x, y, dy, dx, color=look.color, linewidth=0.8, linestyle="none")
-        axis.set_title(f"{task['task']['name']}, from shortest to longest test", fontsize=9)
-        axis.set_xlabel("accuracy of untouched keys")
-        axis.set_xlim(-0.03, 1.03)
-        axis.set_ylim(-0.03, 1.03)
-    axes[0].set_ylabel("accuracy of updated keys")
-    legend(figure, axes[0], 3)
+    legend(figure, axes[0])
     return figure

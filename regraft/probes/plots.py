@@ -48,7 +48,14 @@ def band(axis: Axes, x: Sequence[float], y: Sequence[dict[str, Any]], style: Sty
     axis.fill_between(x, low, high, color=style.color, alpha=0.18, linewidth=0)
 
 
-def legend(figure: Figure, axis: Axes, columns: int = 3) -> None:
-    """One legend under all panels."""
+def legend(figure: Figure, axis: Axes) -> None:
+    """One legend under all panels, in rows of about the same length that fit the figure's width."""
     handles, labels = axis.get_legend_handles_labels()
+    columns = balanced(len(labels), int(figure.get_figwidth() / 1.8))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
+
+
+def balanced(count: int, most: int) -> int:
+    """Columns, at most `most`, for the fewest rows, and then the fewest columns."""
+    rows = -(-count // most)
+    return -(-count // rows) if rows else 1
