@@ -65,6 +65,7 @@ NOT_RUN = {
     ".ci/run": "runs this test",
     "regraft doctor": "what it finds is up to the machine; tests/test_doctor.py",
     "pip install": "changes the environment; its extras are looked up",
+    "tar -xJf docs/probes/results.tar.xz": "tests/test_probe_archive.py unpacks it and sums up all of it",
     "torchrun": _TWO_PROCESSES,
     "accelerate launch": _TWO_PROCESSES,
     "lm_eval run": "tests/test_report.py runs lm-eval's own command on the shipped tasks",

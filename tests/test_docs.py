@@ -42,7 +42,7 @@ from regraft.recipes.load import tree_of, validated
 from regraft.recipes.schema import Recipe
 from regraft.report.tasks import TASK_DIR
 
-PROGRAMS = {"regraft", "python", "make", "pip", "torchrun", "accelerate", "lm_eval"}
+PROGRAMS = {"regraft", "python", "make", "pip", "tar", "torchrun", "accelerate", "lm_eval"}
 PROGRAMS |= {".ci/run", "scripts/replicate/offline.sh"}
 RECIPE_KEY = re.compile(rf"({'|'.join(Recipe.model_fields)})(\.(\w+))+")
 GENERATED = {f"reference/{name}.md" for name in ("cli", "recipe", "versions")}

@@ -36,7 +36,9 @@ def test_every_kept_run_is_one_of_the_recipe_s(regraft, kept: Path, recipe: str)
 def check_recall(found: dict) -> None:
     """What the page says first: floods of 64 at overlap 0.95."""
     at = {
-        m["mixer"]: next(t for t in m["tests"] if (t["flood"], t["overlap"]) == (64, [0.95, 0.95]))["accuracy"]
+        m["mixer"]: next(t for t in m["tests"] if (t["flood"], t["overlap"]) == (64, [0.95, 0.95]))[
+            "accuracy"
+        ]
         for m in found["collision"]["mixers"]
     }
     assert at["Bayesian Layer"]["values"] == pytest.approx([1, 1, 1], abs=5e-4)

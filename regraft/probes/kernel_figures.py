@@ -14,7 +14,7 @@ EACH = 8  # lags that a point of the distance is over
 
 
 def draw(summary: dict[str, Any], path: Path) -> Path:
-    """Above the kernels, a column a regime; below their distance to the Bayes kernel, over a few lags each."""
+    """Above the kernels, a column a regime; below their distance to Bayes' kernel, a few lags a point."""
     regimes = summary["regimes"]
     figure = Figure(figsize=(1 + 4.6 * len(regimes), 6.2), layout="constrained")
     axes = figure.subplots(2, len(regimes), sharex=True, squeeze=False)
@@ -29,9 +29,7 @@ def draw(summary: dict[str, Any], path: Path) -> Path:
             look, kernels = style[m["mixer"]], np.array(m["kernels"])[:, ::-1]
             mean, deviation = kernels.mean(0), kernels.std(0)
             every, first = 2 * EACH, EACH + len(top.lines)  # markers aside of one another
-            top.plot(
-                lag, mean, label=m["mixer"], markersize=4, markevery=(first, every), **look._asdict()
-            )
+            top.plot(lag, mean, label=m["mixer"], markersize=4, markevery=(first, every), **look._asdict())
             top.fill_between(
                 lag, mean - deviation, mean + deviation, color=look.color, alpha=0.15, linewidth=0
             )
