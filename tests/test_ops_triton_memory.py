@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from regraft.ops.triton import memory_backward, memory_forward
 from regraft.ops.triton.chunks import Chunks
-from regraft.ops.triton.memory import memory_pass
+from regraft.ops.triton.memory import largest_chunk, memory_pass
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 NAMES = ("q", "k", "kappa", "v", "g", "mean")
@@ -127,7 +127,11 @@ def test_more_columns_than_a_block_and_wider_keys():
 
 @pytest.mark.parametrize("C", [32, 64])
 def test_chunk_sizes(C):
-    compare([C + 2], C=C, H=1, Hk=1)
+    compare([C + 2], C=C, D=C, V=C, H=1, Hk=1)
+
+
+def test_fewer_values_than_the_narrowest_product():
+    compare([18], D=64, V=48, H=1, Hk=1, G=2)
 
 
 def test_strong_decays_and_resets():
@@ -196,6 +200,12 @@ def test_what_the_kernels_do_not_have_is_named(name, change):
         memory_pass(*(change(inputs)[n] for n in NAMES), chunks, scale=1.0)
 
 
+def test_a_chunk_that_is_too_long_for_narrow_keys_is_refused():
+    inputs = {n: x.float() for n, x in make_inputs([3], H=1, Hk=1, G=1, D=16, V=16).items()}
+    with pytest.raises(ValueError, match=r"^chunks: keys of width 16 .* at most 32 tokens, got 64"):
+        memory_pass(*inputs.values(), Chunks.of(1, 3, 64, None, torch.device(DEVICE)), scale=1.0)
+
+
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("innovation", [True, False])
@@ -203,7 +213,9 @@ def test_what_the_kernels_do_not_have_is_named(name, change):
     ("D", "V"), [(16, 512), (32, 32), (64, 64), (128, 128), (128, 256), (256, 256), (256, 80)]
 )
 def test_sizes_of_models(D, V, innovation, dtype):
-    compare([1, 63, 64, 65, 200], C=64, H=4, Hk=2, G=2, D=D, V=V, innovation=innovation, dtype=dtype)
+    compare(
+        [1, 63, 64, 65, 200], C=largest_chunk(D), H=4, Hk=2, G=2, D=D, V=V, innovation=innovation, dtype=dtype
+    )
 
 
 @on_gpu

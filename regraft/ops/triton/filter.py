@@ -9,7 +9,7 @@ from regraft.ops.gains import untracked_gains
 from regraft.ops.inputs import FilterInputs
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.dense import dense_gains
-from regraft.ops.triton.memory import MAX_COLUMNS, SIZES, WIDTHS, memory_pass
+from regraft.ops.triton.memory import MAX_COLUMNS, SIZES, WIDTHS, largest_chunk, memory_pass
 from regraft.ops.triton.memory_forward import NARROW
 from regraft.ops.triton.scans import moebius_gains
 
@@ -52,12 +52,12 @@ def triton_filter(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What `chunk_filter` returns, from inputs that are not spread (see `prepare`)."""
     B, T, _, _, D = x.k.shape
-    chunks = Chunks.of(B, T, chunk_size, x.boundaries, x.k.device)
+    chunks = Chunks.of(B, T, min(chunk_size, largest_chunk(D)), x.boundaries, x.k.device)
     q, k, v, g, obs, obs_cov, process = (
         t.flatten(0, 1) for t in (x.q, x.k, x.v, x.g, x.obs_var, x.obs_var_cov, x.process_var)
     )
     q, k, g, obs, obs_cov = q.squeeze(2), k.squeeze(2), g[..., 0, 0], obs.squeeze(-1), obs_cov.squeeze(-1)
-    if min(D, v.shape[-1]) < NARROW:  # ptxas compiles halves wrongly
+    if D < NARROW:  # ptxas compiles halves wrongly
         q, k, v = q.float(), k.float(), v.float()
     same = q.dtype == k.dtype == v.dtype and v.dtype in _HALF
     dtype = v.dtype if same else torch.float32

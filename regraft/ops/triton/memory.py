@@ -7,16 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.memory_backward import backward
-from regraft.ops.triton.memory_forward import Pass, Saved, forward
+from regraft.ops.triton.memory_forward import NARROW, Pass, Saved, forward
 
 WIDTHS = (16, 32, 64, 128, 256)
 SIZES = (16, 32, 64)
 MAX_COLUMNS = 512
 PRECISIONS = ("tf32x3", "tf32", "ieee")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def largest_chunk(D: int) -> int:
+    """Tokens of a chunk for keys of width D, at most.
+
+    A product of 64 rows is a warp group's, and some of those with fewer than 64 columns read beyond shared
+    memory as ptxas 12.8 compiles them; with 32 rows all products of narrow keys are single warps' own.
+    """
+    return max(SIZES) if D >= NARROW else 32
 
 
 def memory_pass(
@@ -43,7 +53,7 @@ def memory_pass(
         v: values `[N,H,G,Vg]` in the dtype of q, k and kappa; Vg a multiple of 16, at most 512.
         g: log-decay `[N,H]` in float32, at most 0.
         mean: memory before the first token of each document `[documents,H,G,D,Vg]`, float32.
-        chunks: which tokens a chunk has; its size one of `SIZES`.
+        chunks: which tokens a chunk has; its size one of `SIZES`, at most `largest_chunk(D)`.
         scale: factor of the readout.
         innovation: whether the prediction `(a M)ᵀ k` is subtracted; without it the write is additive.
         precision: of products of float32 inputs, as Triton names it: `tf32x3`, `tf32` or `ieee`. Inputs of 16
@@ -59,8 +69,11 @@ def memory_pass(
     """
     _check(q, k, kappa, v, g, mean, chunks, precision)
     run = Pass(chunks, float(scale), innovation, precision)  # Triton would specialise on an integer 1
+    D, V = mean.shape[-2:]
+    if V < NARROW <= D:  # see `largest_chunk`: columns of zeros make the product wide
+        v, mean = (pad(x, (0, NARROW - V)) for x in (v, mean))
     o, final = _MemoryPass.apply(q, k, kappa, v, g, mean, run, recompute)
-    return o, final
+    return o[..., :V], final[..., :V]
 
 
 class _MemoryPass(torch.autograd.Function):
@@ -96,6 +109,8 @@ def _check(
         raise ValueError(f"v: a group has a multiple of 16 columns, at most {MAX_COLUMNS}, got {V}")
     if chunks.size not in SIZES:
         raise ValueError(f"chunks: the kernels have chunk sizes {SIZES}, got {chunks.size}")
+    if chunks.size > largest_chunk(D):
+        raise ValueError(f"chunks: keys of width {D} take chunks of at most 32 tokens, got {chunks.size}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision: {precision!r} is not one of {PRECISIONS}")
     if H % Hk:
