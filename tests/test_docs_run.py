@@ -109,7 +109,7 @@ def workplace_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def calm(tensors: dict[str, Tensor]) -> None:
-    """Blocks that add little, so that 24 of random weights do not blow rounding up, in numbers that bfloat16 has."""
+    """Blocks that add little, so that 24 do not blow rounding up, in numbers that bfloat16 has."""
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.mul_(0.1)
