@@ -32,9 +32,7 @@ class Ablation:
     against: str
     gains: list[Row]  # of `differences`
     ratios: list[Row]  # of `perplexity_differences`
-    spread: dict[
-        int, tuple[float, float]
-    ]  # by length, from the worst of those seeds to the best, as a difference
+    spread: dict[int, tuple[float, float]]  # by length, the worst and the best of those seeds, as differences
 
     def beyond(self, length: int) -> bool:
         """Whether its interval holds no 0 and it lies outside the range of those seeds."""
