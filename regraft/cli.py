@@ -281,6 +281,14 @@ def distill(
             rich_help_panel=RECIPE,
         ),
     ] = None,
+    other_data: Annotated[
+        bool,
+        typer.Option(
+            "--other-data",
+            help="With --from: other data than before, longer rows say, read from their beginning.",
+            rich_help_panel=RECIPE,
+        ),
+    ] = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -290,7 +298,9 @@ def distill(
     loaded = load_recipe(recipe, set_ or ())  # before the engine's slow import: mistakes show at once
     from regraft.distill import distill as run
 
-    run(loaded, out, phase=phase, start=start, resume=resume, overwrite=overwrite)
+    run(
+        loaded, out, phase=phase, start=start, other_data=other_data, resume=resume, overwrite=overwrite
+    )  # fmt: skip
 
 
 @app.command(cls=Resumable, epilog="Example: regraft control runs/demo", rich_help_panel=JOB)

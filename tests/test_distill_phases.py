@@ -12,10 +12,11 @@ from loops import make_recipe
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from regraft.convert import load_model, make_student
+from regraft.convert import load_model, load_tokenizer, make_student
 from regraft.distill import control, distill
 from regraft.distill.adapters import add_adapters, merge_adapters
 from regraft.distill.compare import check_same_rows, side_by_side
+from regraft.distill.data import RowStream
 from regraft.distill.stage import control_stages, phase_stages
 from regraft.distill.trainable import new_names, parameter_groups, trainable_names, trainable_table
 from regraft.errors import UserError
@@ -238,6 +239,53 @@ def test_a_phase_refuses_a_parent_that_is_not_what_its_manifest_says(tmp_path, t
     config.write_text(config.read_text() + " ")
     with pytest.raises(UserError, match="start: has the hash"):
         distill(recipe, tmp_path / "resumed", phase="joint", resume=True)
+
+
+def test_a_phase_may_read_other_data_and_its_control_goes_on_from_the_one_before(tmp_path, teacher):
+    kl = "losses: [{kind: forward_kl}], tokens: 256, batch_tokens: 128, lr: 1e-3"
+    phases = f"phases=[{{name: match, losses: [{{kind: layer_nmse}}], {kl[kl.index('tokens') :]}}},"
+    phases += f" {{name: long, {kl}}}, {{name: longer, {kl}}}]"
+    longer = make_recipe(teacher, "data.seq_len=64", phases, "checkpoint.every=1")
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    distill(make_recipe(teacher), one, phase="match")
+    with pytest.raises(UserError, match="pass --other-data to read this one's from their beginning"):
+        distill(longer, two, phase="long", start=one)
+    with pytest.raises(UserError, match="--other-data: goes with --from"):
+        distill(longer, two, phase="match", other_data=True)
+    distill(longer, two, phase="long", start=one, other_data=True)
+    with pytest.raises(UserError, match=f"regraft control {one}"):
+        control(two)
+    assert not (two / "control").exists()
+    control(one)
+    with pytest.raises(UserError, match="reads other data than the one before it"):
+        control(two, match="flops")
+    control(two)
+
+    def check(run, before, tokens):
+        manifest = json.loads((run / "control" / "manifest.json").read_text())
+        assert manifest["phases"] == json.loads((run / "manifest.json").read_text())["phases"]
+        assert manifest["start_sha256"] == finished(before / "control")["export_sha256"]
+        both = manifest["side_by_side"]
+        assert both["distill"]["tokens"] == both["control"]["tokens"] == tokens
+        assert finished(run)["data"] == finished(run / "control")["data"]
+        assert finished(run)["data_sha256"] == finished(run / "control")["data_sha256"]
+
+    check(two, one, 512)
+    stream, left = RowStream(longer.data, load_tokenizer(str(teacher))), 256
+    while left:  # from the beginning of the data
+        left -= stream.take(2, left).tokens
+    assert finished(two)["data"] == stream.state()
+    for folder, again in ((two, lambda: distill(longer, two, resume=True)),
+                          (two / "control", lambda: control(two, resume=True))):  # fmt: skip
+        whole = finished(folder)
+        shutil.rmtree(folder / "checkpoints" / "step-2")
+        again()
+        assert finished(folder)["export_sha256"] == whole["export_sha256"]
+
+    distill(longer, three, phase="longer", start=two)  # the same data, so from where that one was
+    control(three)
+    check(three, two, 768)
+    assert finished(three)["data"] != finished(two)["data"]
 
 
 # what the control is matched by

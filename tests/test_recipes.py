@@ -207,6 +207,7 @@ def test_overrides() -> None:
         ("=1", "is not path=value"),
         ("a..b=1", "is not path=value"),
         ("phases.2.lr=1", "the list has no item '2'"),
+        ("phases.3={}", "the list has no item '3'"),
         ("phases.-1.lr=1", "the list has no item '-1'"),
         ("phases.lr=1", "the list has no item 'lr'"),
         ("seed.a=1", "--set seed.a=1"),
@@ -217,6 +218,13 @@ def test_overrides() -> None:
 def test_overrides_that_lead_nowhere(override: str, expected: str) -> None:
     text = MINIMAL + "seed: 0\n"
     assert expected in problem(override, text=text)
+
+
+def test_an_override_one_past_the_end_adds_an_item() -> None:
+    whole = parse(
+        "phases.2={name: last, losses: [{kind: cross_entropy}], tokens: 1M, batch_tokens: 4096, lr: 1e-4}"
+    )
+    assert [p.name for p in whole.phases] == ["match", "joint", "last"]
 
 
 def test_an_override_changes_one_place_although_an_alias_shares_it() -> None:

@@ -9,10 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from regraft.distill.cost import Cost
-from regraft.distill.parent import SPENT, read_manifest, spending
+from regraft.distill.parent import CONTROL, SPENT, read_manifest, spending
 from regraft.errors import UserError
-
-CONTROL = "control"
 
 
 def side_by_side(run: Path) -> dict[str, dict[str, float]]:
@@ -60,7 +58,8 @@ def check_same_rows(run: Path) -> None:
     """
     theirs, own = (_rows(folder / "metrics.jsonl") for folder in (run, run / CONTROL))
     offset = 0
-    if (parent := read_manifest(run).get("parent")) is not None:  # its rows came first
+    parent = read_manifest(run).get("parent")
+    if parent is not None and read_manifest(run / CONTROL).get("parent") is None:  # its rows came first
         hashes = list(own.values())
         offset = hashes.index(parent["data_sha256"][:16]) + 1 if parent["data_sha256"][:16] in hashes else -1
     shared = [step for step in theirs if step + offset in own]

@@ -1,4 +1,8 @@
-"""One phase in a run of its own: the finished run before it, its student and its place in the data."""
+"""One phase in a run of its own: the finished run before it, its student and its place in the data.
+
+Where the phase reads other data than the run before it, its control goes on from that run's control: rows of
+the phases before cannot be read again from the recipe.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from regraft.recipes import load_recipe
 from regraft.recipes.problems import nearest
 from regraft.recipes.schema import Recipe
 
-MANIFEST, EXPORT = "manifest.json", "export"
+MANIFEST, EXPORT, CONTROL = "manifest.json", "export", "control"
 SPENT = ("tokens", "flops", "flops_of_teacher", "device_seconds")
 
 
@@ -25,9 +29,10 @@ class Parent:
     sha256: str  # of its export
     phases: list[str]  # done so far, those of its own parents first
     layers: list[int]
-    data: dict[str, Any]  # position in the data
+    data: dict[str, Any] | None  # position in the data; None at the beginning of other ones
+    other_data: bool  # whether it or a run before it changed to other data
     data_sha256: str
-    spent: dict[str, float]  # as `compare.spending` counts it
+    spent: dict[str, float]  # as `spending` counts it
 
     def record(self) -> dict[str, Any]:
         """What the child's manifest says about it."""
@@ -36,6 +41,7 @@ class Parent:
             "export_sha256": self.sha256,
             "phases": self.phases,
             "data": self.data,
+            "other_data": self.other_data,
             "data_sha256": self.data_sha256,
             "spent": self.spent,
         }
@@ -49,12 +55,19 @@ def spending(manifest: dict[str, Any]) -> dict[str, float]:
     return {name: own[name] + before.get(name, 0) for name in SPENT}
 
 
-def chosen_phases(recipe: Recipe, phase: str | None, start: Path | None) -> list[str]:
+def chosen_phases(
+    recipe: Recipe, phase: str | None, start: Path | None, other_data: bool = False
+) -> list[str]:
     """Names of the phases that a run does.
 
     Raises:
-        UserError: no such phase, or one that needs the run before it, or a parent without a phase.
+        UserError: no such phase, or one that needs the run before it, or a parent without a phase, or other
+            data than those of no parent.
     """
+    if other_data and start is None:
+        raise UserError(
+            "--other-data", "goes with --from.", "leave it out: a first run reads its recipe's data."
+        )
     names = [p.name for p in recipe.phases]
     if phase is None:
         if start is not None:
@@ -70,8 +83,17 @@ def chosen_phases(recipe: Recipe, phase: str | None, start: Path | None) -> list
     return [phase]
 
 
-def check_parent(run: Path, recipe: Recipe, phase: str, teacher_sha256: str) -> Parent:
+def check_parent(
+    run: Path, recipe: Recipe, phase: str, teacher_sha256: str, other_data: bool = False
+) -> Parent:
     """The run that did the phase before `phase`, its export as its manifest says it is.
+
+    Args:
+        run: its directory.
+        recipe: the phase's.
+        phase: its name.
+        teacher_sha256: hash of the recipe's teacher.
+        other_data: whether the recipe's `data` may be another; they are read from their beginning then.
 
     Raises:
         UserError: it is not finished, did other phases or had another teacher or other data, or its export
@@ -91,15 +113,48 @@ def check_parent(run: Path, recipe: Recipe, phase: str, teacher_sha256: str) -> 
         raise UserError(run, "had another teacher.", "use the recipe that it began with.")
     theirs = load_recipe(run / "recipe.yaml")
     for part in ("convert", "data"):
-        if getattr(theirs, part) != getattr(recipe, part):
-            raise UserError(run, f"had another `{part}` section.", "use the recipe that it began with.")
+        if getattr(theirs, part) != getattr(recipe, part) and not (part == "data" and other_data):
+            fix = "use the recipe that it began with"
+            fix += (
+                ", or pass --other-data to read this one's from their beginning." if part == "data" else "."
+            )
+            raise UserError(run, f"had another `{part}` section.", fix)
     check_hash(run / EXPORT, finished["export_sha256"], "the manifest of its run")
     return Parent(
         run=str(run),
         sha256=finished["export_sha256"],
         phases=done,
         layers=manifest["layers"],
-        data=finished["data"],
+        data=finished["data"] if theirs.data == recipe.data else None,
+        other_data=theirs.data != recipe.data or bool((manifest.get("parent") or {}).get("other_data")),
+        data_sha256=finished["data_sha256"],
+        spent=spending(manifest),
+    )
+
+
+def control_before(parent: dict[str, Any]) -> Parent:
+    """The control that the control of a run goes on from: its parent's, in place of the rows before.
+
+    Args:
+        parent: what the run's manifest says of its parent.
+
+    Raises:
+        UserError: that control is not there or not finished, took other tokens, or was changed since.
+    """
+    folder = Path(parent["run"]) / CONTROL
+    manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
+    finished = manifest.get("finished")
+    if finished is None or manifest["match"] != "tokens":
+        reason = "is no finished control of equal tokens, and where data change a control goes on from it."
+        raise UserError(folder, reason, f"bring it to its end: regraft control {parent['run']}")
+    check_hash(folder / EXPORT, finished["export_sha256"], "the manifest of its run")
+    return Parent(
+        run=str(folder),
+        sha256=finished["export_sha256"],
+        phases=parent["phases"],
+        layers=manifest["layers"],
+        data=finished["data"] if parent["data"] is not None else None,
+        other_data=True,
         data_sha256=finished["data_sha256"],
         spent=spending(manifest),
     )

@@ -25,11 +25,13 @@ from regraft.distill.engine import Engine, release, unshard
 from regraft.distill.loop import Loop, Progressed
 from regraft.distill.metrics import check_wandb
 from regraft.distill.parent import (
+    CONTROL,
     EXPORT,
     MANIFEST,
     check_parent,
     check_start,
     chosen_phases,
+    control_before,
     read_manifest,
 )
 from regraft.distill.preflight import preflight
@@ -48,7 +50,7 @@ from regraft.layers import RegraftConfig, RegraftForCausalLM
 from regraft.recipes import dump_recipe, load_recipe
 from regraft.recipes.schema import Recipe
 
-RECIPE, START, CONTROL = "recipe.yaml", "start", "control"
+RECIPE, START = "recipe.yaml", "start"
 
 
 def distill(
@@ -57,6 +59,7 @@ def distill(
     *,
     phase: str | None = None,
     start: Path | None = None,
+    other_data: bool = False,
     resume: bool = False,
     overwrite: bool = False,
 ) -> None:
@@ -68,6 +71,8 @@ def distill(
             `export/`.
         phase: do this phase alone; all of them by default.
         start: the finished run of the phase before it, whose student and place in the data it goes on from.
+        other_data: the recipe has other `data` than that run, longer rows say; they are read from their
+            beginning, and its control goes on from that run's control.
         resume: go on from the newest checkpoint of this directory.
         overwrite: start anew in a directory that holds something.
 
@@ -79,7 +84,7 @@ def distill(
     console = Console(quiet=not engine.main)
     out = Path(out)
     if not (resume and (out / MANIFEST).is_file()):
-        engine.once(partial(_begin, recipe, out, overwrite, console, phase, start))
+        engine.once(partial(_begin, recipe, out, overwrite, console, phase, start, other_data))
     _same_recipe(recipe, out)
     manifest = read_manifest(out)
     check_start(out / START, manifest, phase)
@@ -117,6 +122,9 @@ def control(run: Path, *, match: str = "tokens", resume: bool = False, overwrite
     if manifest["match"] != match:
         fix = f"resume with --match {manifest['match']}, or begin anew with --overwrite."
         raise UserError(out, f"was begun with --match {manifest['match']}.", fix)
+    if manifest.get("parent") is not None:
+        check_start(out / START, manifest, None)
+        model = load_model(str(out / START))
     stages = control_stages(recipe, manifest["phases"], manifest["tokens"])
     _train(recipe, out, model, None, layers, stages, resume, engine, console)
     _compare(run, engine, console)
@@ -134,16 +142,22 @@ def _compare(run: Path, engine: Engine, console: Console) -> None:
 
 
 def _begin(
-    recipe: Recipe, out: Path, overwrite: bool, console: Console, phase: str | None, start: Path | None
+    recipe: Recipe,
+    out: Path,
+    overwrite: bool,
+    console: Console,
+    phase: str | None,
+    start: Path | None,
+    other_data: bool,
 ) -> None:
     """Convert and verify, or take over a parent's student; then make the run directory in one piece."""
     _refuse_run(out, overwrite)
     # A mistake in the data shows before anything is written; the tokens made here are kept.
     RowStream(recipe.data, load_tokenizer(recipe.teacher.model, revision=recipe.teacher.revision))
-    phases = chosen_phases(recipe, phase, start)
+    phases = chosen_phases(recipe, phase, start, other_data)
     origin = {**_origin(recipe), "kind": "distill", "phases": phases, "parent": None}
     if start is not None:
-        parent = check_parent(Path(start), recipe, phases[0], origin["teacher_sha256"])
+        parent = check_parent(Path(start), recipe, phases[0], origin["teacher_sha256"], other_data)
         with atomic_directory(out, overwrite) as folder:
             shutil.copytree(Path(start) / EXPORT, folder / START)
             manifest = {
@@ -185,7 +199,15 @@ def _begin_control(
         fix = "bring it to its end with --resume, or match tokens."
         raise UserError(out.parent, "is not finished, so its FLOPs are not known.", fix)
     _refuse_run(out, overwrite)
-    phases = [*(parent["parent"] or {}).get("phases", ()), *parent["phases"]]
+    before = None
+    if (parent["parent"] or {}).get("other_data"):
+        if match == "flops":
+            raise UserError(
+                "--match flops", "the run reads other data than the one before it.", "match tokens."
+            )
+        before = control_before(parent["parent"])
+    done = [] if before else (parent["parent"] or {}).get("phases", ())
+    phases = [*done, *parent["phases"]]
     tokens = None
     if match == "flops":
         costs = stage_costs(control_stages(recipe, phases), config, None, tuple(parent["layers"]), recipe)
@@ -197,8 +219,12 @@ def _begin_control(
         "phases": phases,
         "match": match,
         "tokens": tokens,
+        "parent": before.record() if before else None,
     }
     with atomic_directory(out, overwrite) as folder:
+        if before:
+            shutil.copytree(Path(before.run) / EXPORT, folder / START)
+            manifest["start_sha256"] = before.sha256
         write_json(folder / MANIFEST, manifest)
         write_text(folder / RECIPE, dump_recipe(recipe))
 
@@ -244,7 +270,8 @@ def _train(
         wandb=recipe.engine.wandb,
     )
     if (parent := read_manifest(out).get("parent")) is not None:
-        stream.restore(parent["data"])
+        if parent["data"] is not None:
+            stream.restore(parent["data"])
         loop.at.data_sha256 = parent["data_sha256"]
     if stream.tokens_per_pass is not None and stream.tokens_per_pass < loop.total:
         console.print(

@@ -26,7 +26,8 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 
     Args:
         name_or_path: name of a shipped recipe, or a YAML file.
-        overrides: `path=value` items such as `phases.0.lr=1e-3`, applied in order; the value is YAML.
+        overrides: `path=value` items such as `phases.0.lr=1e-3`, applied in order; the value is YAML, and an
+            index one past the end of a list adds an item.
 
     Raises:
         UserError: no such recipe, not YAML, or anything in it that is unknown, missing or out of range; every
@@ -118,6 +119,8 @@ def _override(tree: dict[str, Any], item: str) -> None:
         if isinstance(node, dict) and node.get(key) is None:
             node[key] = {}  # a section that the file leaves at its default
         node = node[key]
+    if isinstance(node, list) and last == str(len(node)):
+        node.append(None)  # one more, such as a phase after the others
     node[_key(node, last, where)] = parse_yaml(text, where)
 
 

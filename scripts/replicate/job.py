@@ -37,24 +37,30 @@ def train(work: Work, variant: Variant, role: str, extra: tuple[str, ...] = ()) 
     if variant.quiet:
         if not (run / "export").is_dir():
             heads = map(quiet.parsed, work.heads(variant.quiet))
-            quiet.write(str(work.source(variant.quiet)), run / "export", heads)
+            quiet.write(str(work.source(variant) / "export"), run / "export", heads)
         return
-    if _finished(run if role == STUDENT else run / CONTROL):
+    if finished(run if role == STUDENT else run / CONTROL):
         return
     if role == STUDENT:
-        distill(work.recipe(variant, (f"teacher.dtype={DTYPE}", *extra)), run, resume=True)
+        recipe = work.recipe(variant, (f"teacher.dtype={DTYPE}", *extra))
+        if variant.after:
+            last, before = recipe.phases[-1].name, work.source(variant)
+            distill(recipe, run, phase=last, start=before, other_data=True, resume=True)
+        else:
+            distill(recipe, run, resume=True)
     else:
         control(run, resume=True)
 
 
-def _finished(run: Path) -> bool:
+def finished(run: Path) -> bool:
+    """Whether a run, or a control, has come to its end."""
     return (run / "manifest.json").is_file() and "finished" in read_manifest(run)
 
 
 def read(work: Work, models: Sequence[tuple[Variant | None, str]], samples: int | None = None) -> None:
     """Answers and perplexities of models; finished cells are found in the cache."""
     settings = work.plan.evaluation
-    finished = Shelf(user_cache() / "evaluated")
+    shelf = Shelf(user_cache() / "evaluated")
     for variant, role in models:
         name, place = model_name(variant, role), work.place(variant, role)
         out = records_file(work.folder, name)
@@ -65,11 +71,11 @@ def read(work: Work, models: Sequence[tuple[Variant | None, str]], samples: int 
         answers = evaluate(
             {name: entrant}, lengths=settings.lengths, samples=samples or settings.samples,
             batch_size=settings.batch_size, say=print, documents=Shelf(user_cache() / "needles"),
-            finished=finished,
+            finished=shelf,
         )  # fmt: skip
         nll = measure(
             {name: entrant}, sets=[str(work.heldout)], lengths=settings.lengths, samples=settings.books,
-            finished=finished,
+            finished=shelf,
         )  # fmt: skip
         found = {"sha256": digest, "dtype": DTYPE, "answers": answers, "perplexity": nll}
         out.parent.mkdir(exist_ok=True)

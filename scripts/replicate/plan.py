@@ -53,6 +53,8 @@ class Variant(Section):
     the teacher on the same tokens."""
     quiet: Quiet | None = None
     """Made from another student instead of trained."""
+    after: Text | None = None
+    """A variant whose finished run this one goes on from, on its own data and with its last phase alone."""
     against: Text = "main/student"
     """What it is compared with."""
 
@@ -102,8 +104,9 @@ class Plan(Section):
         for variant in variants:
             if isinstance(variant.control, str) and variant.control not in trained:
                 raise ValueError(f"{variant.name}: {variant.control} has no control of its own")
-            if variant.quiet and variant.quiet.of not in {v.name for v in variants if v.quiet is None}:
-                raise ValueError(f"{variant.name}: no variant {variant.quiet.of} is trained")
+            before = variant.quiet.of if variant.quiet else variant.after
+            if before and before not in {v.name for v in variants if v.quiet is None}:
+                raise ValueError(f"{variant.name}: no variant {before} is trained")
         return variants
 
     def models(self) -> Iterator[tuple[Variant | None, str]]:
@@ -195,9 +198,12 @@ class Work:
         ]
         return load_recipe(path, [*filled, *own])
 
-    def source(self, quiet: Quiet) -> Path:
-        """Folder of the student that a quiet one is made from; there once that is trained."""
-        return Path(self.place(self.variant(quiet.of), STUDENT))
+    def source(self, variant: Variant) -> Path:
+        """Run directory of the variant that a quiet one is made from, or a later phase goes on from."""
+        before = variant.quiet.of if variant.quiet else variant.after
+        if before is None:
+            raise ValueError(f"{variant.name} starts at the teacher")
+        return self.run(self.variant(before))
 
     def heads(self, quiet: Quiet) -> list[str]:
         """Layers and heads without process noise, each as `layer:head,head`."""

@@ -128,7 +128,7 @@ def _cost(work: Work, variant: Variant | None, role: str) -> dict[str, Any]:
     if variant is None:
         return {}
     if variant.quiet:
-        return {"layers": read_manifest(work.source(variant.quiet).parent)["layers"]}
+        return {"layers": read_manifest(work.source(variant))["layers"]}
     run = work.run(variant) if role == STUDENT else work.run(variant) / CONTROL
     manifest = read_manifest(run)
     finished = manifest["finished"]

@@ -12,6 +12,7 @@ the last job should have ended: none is begun that would take longer than the lo
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -26,7 +27,7 @@ import torch
 
 from regraft.distill.parent import MANIFEST
 from regraft.errors import UserError
-from scripts.replicate.job import records_file
+from scripts.replicate.job import finished, records_file
 from scripts.replicate.plan import CONTROL, STUDENT, Work, model_name
 from scripts.replicate.results import pack
 
@@ -85,18 +86,24 @@ def jobs(work: Work, args: argparse.Namespace) -> Iterator[Job]:
     for variant in plan.variants:
         if args.only and variant.name not in args.only:
             continue
+        source = work.source(variant) if variant.quiet or variant.after else None
         yield Job(
             variant.name, lambda name=variant.name: [*job, name, *at], needs,  # type: ignore[misc]
             records_file(here, model_name(variant, STUDENT)).is_file,
-            ready=work.source(variant.quiet).is_dir if variant.quiet else lambda: True,
+            ready=lambda source=source: source is None or finished(source),  # type: ignore[misc]
             kind=QUIET if variant.quiet else STUDENT,
         )  # fmt: skip
         if variant.control is True:  # beside its student, whose conversion says which layers it trains
             yield Job(
                 f"{variant.name}-control", lambda name=variant.name: [*job, name, *at, "--control"], needs,  # type: ignore[misc]
                 records_file(here, model_name(variant, CONTROL)).is_file,
-                ready=(work.run(variant) / MANIFEST).is_file, kind=CONTROL,
+                ready=functools.partial(_may_control, work.run(variant), source), kind=CONTROL,
             )  # fmt: skip
+
+
+def _may_control(run: Path, before: Path | None) -> bool:
+    """Once the run says what it trains, and where it goes on from another, that one's control is there."""
+    return (run / MANIFEST).is_file() and (before is None or finished(before / CONTROL))
 
 
 def _kernels(speed: Path) -> list[str]:
