@@ -121,7 +121,7 @@ def check_parent(
             raise UserError(run, f"had another `{part}` section.", fix)
     check_hash(run / EXPORT, finished["export_sha256"], "the manifest of its run")
     return Parent(
-        run=str(run),
+        run=str(run.resolve()),
         sha256=finished["export_sha256"],
         phases=done,
         layers=manifest["layers"],
