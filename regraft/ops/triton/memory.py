@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def largest_chunk(D: int) -> int:
     """Tokens of a chunk for keys of width D, at most.
 
-    A product of 64 rows is a warp group's, and some of those with fewer than 64 columns read beyond shared
+    A product of 64 rows is a warp group's, and in heads narrower than that some of them read beyond shared
     memory as ptxas 12.8 compiles them; with 32 rows all products of narrow keys are single warps' own.
     """
     return max(SIZES) if D >= NARROW else 32
@@ -70,7 +70,7 @@ def memory_pass(
     _check(q, k, kappa, v, g, mean, chunks, precision)
     run = Pass(chunks, float(scale), innovation, precision)  # Triton would specialise on an integer 1
     D, V = mean.shape[-2:]
-    if V < NARROW <= D:  # see `largest_chunk`: columns of zeros make the product wide
+    if V < NARROW <= D:  # see `largest_chunk`: columns of zeros make it a wide head
         v, mean = (pad(x, (0, NARROW - V)) for x in (v, mean))
     o, final = _MemoryPass.apply(q, k, kappa, v, g, mean, run, recompute)
     return o[..., :V], final[..., :V]

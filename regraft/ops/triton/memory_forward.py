@@ -198,7 +198,7 @@ class Saved:
     states: Tensor  # [chunks,HG,D,V], the memory at each chunk's entry
 
 
-NARROW = 64  # ptxas 12.8 compiles narrower products wrongly here and there, docs/benchmarks.md
+NARROW = 64  # ptxas 12.8 compiles narrower heads wrongly here and there, docs/benchmarks.md
 
 
 def forward(
