@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
-from regraft.ops.triton import memory_backward, memory_forward
+from regraft.ops.triton import memory, memory_backward, memory_forward
 from regraft.ops.triton.chunks import Chunks
 from regraft.ops.triton.memory import largest_chunk, memory_pass
 
@@ -130,8 +130,11 @@ def test_chunk_sizes(C):
     compare([C + 2], C=C, D=C, V=C, H=1, Hk=1)
 
 
-def test_fewer_values_than_the_narrowest_product():
+def test_few_values_are_read_as_a_wide_head(monkeypatch):
+    seen, real = set(), memory.forward
+    monkeypatch.setattr(memory, "forward", lambda *a, **s: (seen.add(a[3].shape[-1]), real(*a, **s))[1])
     compare([18], D=64, V=48, H=1, Hk=1, G=2)
+    assert seen == {64}
 
 
 def test_strong_decays_and_resets():

@@ -122,13 +122,16 @@ class Analysis:
     def ablations(self) -> list[Ablation]:
         """All variants without a control of their own that are finished, each against what the plan says."""
         done, found = self.results.models, []
+        pools: dict[str, tuple[list[str], list[Row], list[Row]]] = {}
         for variant in self.results.plan["variants"]:
             student, against = f"{variant['name']}/{STUDENT}", variant["against"]
             if variant["control"] is True or student not in done or against not in done:
                 continue
-            members = self._seeds_of(against)
-            records = [*self.results.records, *_pooled(self.results.records, members, POOL)]
-            texts = [*self.results.perplexity, *_pooled_nll(self.results.perplexity, members, POOL)]
+            if against not in pools:  # most variants share one
+                pools[against] = self._pool(against)
+            members, pooled, pooled_texts = pools[against]
+            records = [*self.results.records, *pooled]
+            texts = [*self.results.perplexity, *pooled_texts]
             found.append(
                 Ablation(
                     variant["name"], variant["question"], student, against, _gains(records, student, POOL),
@@ -138,11 +141,13 @@ class Analysis:
             )  # fmt: skip
         return found
 
-    def _seeds_of(self, model: str) -> list[str]:
-        """All seeds of a model that are finished, itself among them."""
+    def _pool(self, model: str) -> tuple[list[str], list[Row], list[Row]]:
+        """All seeds of a model that are finished, itself among them, and their means as records and texts."""
         base, _, role = model.partition("/")
         seeds = _comparisons(_controls(self.results)).get(base, [base])
-        return [name for seed in seeds if (name := f"{seed}/{role}") in self.results.models]
+        members = [name for seed in seeds if (name := f"{seed}/{role}") in self.results.models]
+        records = _pooled(self.results.records, members, POOL)
+        return members, records, _pooled_nll(self.results.perplexity, members, POOL)
 
     @cached_property
     def traces(self) -> dict[str, dict[str, Trace]]:

@@ -33,21 +33,18 @@ DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 
 def train(work: Work, variant: Variant, role: str, extra: tuple[str, ...] = ()) -> None:
     """Make a student or a control; a finished one is left alone."""
-    run = work.run(variant)
-    if variant.quiet:
+    run, source = work.run(variant), work.source(variant)
+    if variant.quiet and source:
         if not (run / "export").is_dir():
             heads = map(quiet.parsed, work.heads(variant.quiet))
-            quiet.write(str(work.source(variant) / "export"), run / "export", heads)
+            quiet.write(str(source / "export"), run / "export", heads)
         return
     if finished(run if role == STUDENT else run / CONTROL):
         return
     if role == STUDENT:
         recipe = work.recipe(variant, (f"teacher.dtype={DTYPE}", *extra))
-        if variant.after:
-            last, before = recipe.phases[-1].name, work.source(variant)
-            distill(recipe, run, phase=last, start=before, other_data=True, resume=True)
-        else:
-            distill(recipe, run, resume=True)
+        alone = recipe.phases[-1].name if source else None
+        distill(recipe, run, phase=alone, start=source, other_data=source is not None, resume=True)
     else:
         control(run, resume=True)
 

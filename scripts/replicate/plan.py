@@ -58,6 +58,11 @@ class Variant(Section):
     against: Text = "main/student"
     """What it is compared with."""
 
+    @property
+    def source(self) -> str | None:
+        """The variant whose run has to be finished first, if any."""
+        return self.quiet.of if self.quiet else self.after
+
 
 class Evaluation(Section):
     """Needle documents and held-out books that every model reads."""
@@ -104,9 +109,8 @@ class Plan(Section):
         for variant in variants:
             if isinstance(variant.control, str) and variant.control not in trained:
                 raise ValueError(f"{variant.name}: {variant.control} has no control of its own")
-            before = variant.quiet.of if variant.quiet else variant.after
-            if before and before not in {v.name for v in variants if v.quiet is None}:
-                raise ValueError(f"{variant.name}: no variant {before} is trained")
+            if variant.source and variant.source not in {v.name for v in variants if v.quiet is None}:
+                raise ValueError(f"{variant.name}: no variant {variant.source} is trained")
         return variants
 
     def models(self) -> Iterator[tuple[Variant | None, str]]:
@@ -198,12 +202,9 @@ class Work:
         ]
         return load_recipe(path, [*filled, *own])
 
-    def source(self, variant: Variant) -> Path:
+    def source(self, variant: Variant) -> Path | None:
         """Run directory of the variant that a quiet one is made from, or a later phase goes on from."""
-        before = variant.quiet.of if variant.quiet else variant.after
-        if before is None:
-            raise ValueError(f"{variant.name} starts at the teacher")
-        return self.run(self.variant(before))
+        return self.run(self.variant(variant.source)) if variant.source else None
 
     def heads(self, quiet: Quiet) -> list[str]:
         """Layers and heads without process noise, each as `layer:head,head`."""

@@ -61,7 +61,7 @@ def rehearse(work: Work, folder: Path) -> list[str]:
     small = _Rehearsal(work, folder, str(teacher))
     failed, seen = [], set()
     for variant in work.plan.variants:
-        if variant.quiet or variant.after:
+        if variant.source:  # it needs the run of another
             continue
         recipe = work.recipe(variant)
         kind = (recipe.convert.to, recipe.convert.noise_groups, recipe.data.seq_len)

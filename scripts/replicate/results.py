@@ -127,8 +127,9 @@ def _cost(work: Work, variant: Variant | None, role: str) -> dict[str, Any]:
     """What a training took and how it went."""
     if variant is None:
         return {}
-    if variant.quiet:
-        return {"layers": read_manifest(work.source(variant))["layers"]}
+    source = work.source(variant)
+    if variant.quiet and source:
+        return {"layers": read_manifest(source)["layers"]}
     run = work.run(variant) if role == STUDENT else work.run(variant) / CONTROL
     manifest = read_manifest(run)
     finished = manifest["finished"]

@@ -86,7 +86,7 @@ def jobs(work: Work, args: argparse.Namespace) -> Iterator[Job]:
     for variant in plan.variants:
         if args.only and variant.name not in args.only:
             continue
-        source = work.source(variant) if variant.quiet or variant.after else None
+        source = work.source(variant)
         yield Job(
             variant.name, lambda name=variant.name: [*job, name, *at], needs,  # type: ignore[misc]
             records_file(here, model_name(variant, STUDENT)).is_file,

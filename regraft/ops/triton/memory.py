@@ -70,10 +70,11 @@ def memory_pass(
     _check(q, k, kappa, v, g, mean, chunks, precision)
     run = Pass(chunks, float(scale), innovation, precision)  # Triton would specialise on an integer 1
     D, V = mean.shape[-2:]
-    if V < NARROW <= D:  # see `largest_chunk`: columns of zeros make it a wide head
+    narrow = V < NARROW <= D  # see `largest_chunk`: columns of zeros make it a wide head
+    if narrow:
         v, mean = (pad(x, (0, NARROW - V)) for x in (v, mean))
     o, final = _MemoryPass.apply(q, k, kappa, v, g, mean, run, recompute)
-    return o[..., :V], final[..., :V]
+    return (o[..., :V], final[..., :V]) if narrow else (o, final)
 
 
 class _MemoryPass(torch.autograd.Function):
@@ -109,8 +110,8 @@ def _check(
         raise ValueError(f"v: a group has a multiple of 16 columns, at most {MAX_COLUMNS}, got {V}")
     if chunks.size not in SIZES:
         raise ValueError(f"chunks: the kernels have chunk sizes {SIZES}, got {chunks.size}")
-    if chunks.size > largest_chunk(D):
-        raise ValueError(f"chunks: keys of width {D} take chunks of at most 32 tokens, got {chunks.size}")
+    if chunks.size > (most := largest_chunk(D)):
+        raise ValueError(f"chunks: keys of width {D} take chunks of at most {most} tokens, got {chunks.size}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision: {precision!r} is not one of {PRECISIONS}")
     if H % Hk:
