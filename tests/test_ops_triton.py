@@ -105,7 +105,8 @@ def test_the_floor_acts_on_the_covariance_alone() -> None:
 
 def test_narrow_keys_are_read_in_float32() -> None:
     problem = make_problem(20, B=1, H=1, D=16, V=64, G=1)
-    half = {name: x.to(torch.bfloat16 if name in "qkv" else torch.float32) for name, x in problem.items()}
+    dtypes = dict.fromkeys("qkv", torch.bfloat16)
+    half = {name: x.to(DEVICE, dtypes.get(name, torch.float32)) for name, x in problem.items()}
     here = run(half, backend="triton", chunk_size=16, check=False)
     there = run({name: x.float() for name, x in half.items()}, backend="triton", chunk_size=16, check=False)
     assert here[0].dtype == torch.bfloat16
