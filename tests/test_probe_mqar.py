@@ -213,6 +213,24 @@ def test_sweep_and_summary(tmp_path) -> None:
     assert {f.name for f in probe.figures(summary, tmp_path)} == {"width.png", "pairs.png", "updates.png"}
 
 
+def test_a_rate_is_chosen_among_those_with_the_most_seeds_and_guesses_are_counted() -> None:
+    """A better mean of fewer seeds does not decide, and what never learned is said."""
+    recipe = load("mqar", "small", [*SMALL, "mixers=[gla]", "seeds=[0, 1]", "widths=[16]"])
+    probe = probe_of("mqar")
+    done = {"training": {"steps": 2}, "parameters": 1, "tests": []}
+    validation = {(1e-2, 0): 0.9, (1e-2, 1): 0.01, (2e-2, 0): 0.99}
+    pairs = [
+        (cell, {**done, "validation": validation[key]})
+        for cell in probe.cells(recipe)
+        if (key := (cell.settings["train"]["lr"], cell.settings["seed"])) in validation
+    ]
+    summary = probe.summary(recipe, *zip(*pairs, strict=True))
+    found = summary["tasks"][0]["mixers"][0]["widths"][0]
+    assert found["rate"] == 1e-2
+    assert [r["guesses"] for r in found["tried"]] == [1, 0]
+    assert "| 0.01: 0.46 (1 of 2 at chance), 0.02: 0.99 |" in probe.markdown(summary)
+
+
 def test_training_stops_where_it_is_told() -> None:
     recipe = load("mqar", "small", [*SMALL, "mixers=[attention]", "stop_at=0.0"])
     assert run(probe_of("mqar").cells(recipe)[0].settings, "cpu", no_tick)["training"]["steps"] == 2

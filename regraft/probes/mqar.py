@@ -163,12 +163,18 @@ def summary(recipe: Mqar, cells: Sequence[Cell], results: Results) -> dict[str, 
 
 
 def _best(runs: list[tuple[dict[str, Any], dict[str, Any]]], width: int) -> dict[str, Any]:
-    """The tests of a width at its best rate."""
+    """The tests of a width at its best rate, among those that have been run with the most seeds.
+
+    A run counts as a guess where its validation is no better than that of a reader who knows the values and
+    not whose they are, one in `n`.
+    """
+    guess = statistics.fmean(1 / n for _, n in runs[0][0]["task"]["train"])
     by_rate: dict[float, list[dict[str, Any]]] = {}
     for settings, result in runs:
         by_rate.setdefault(settings["train"]["lr"], []).append(result)
     tried = {lr: spread([r["validation"] for r in by_rate[lr]]) for lr in sorted(by_rate)}
-    rate = max(tried, key=lambda lr: tried[lr]["mean"])
+    most = max(map(len, by_rate.values()))
+    rate = max((lr for lr in tried if len(by_rate[lr]) == most), key=lambda lr: tried[lr]["mean"])
     chosen = by_rate[rate]
     tests: list[dict[str, Any]] = next((r["tests"] for r in chosen if r["tests"]), [])
     rows = []
@@ -184,7 +190,10 @@ def _best(runs: list[tuple[dict[str, Any], dict[str, Any]]], width: int) -> dict
         "parameters": chosen[0]["parameters"],
         "steps": spread([float(r["training"]["steps"]) for r in chosen]),
         "validation": tried[rate],
-        "tried": [{"rate": lr, "validation": found} for lr, found in tried.items()],
+        "tried": [
+            {"rate": lr, "validation": found, "guesses": sum(v <= guess for v in found["values"])}
+            for lr, found in tried.items()
+        ],
         "tests": rows,
     }
 
@@ -205,7 +214,7 @@ def markdown(summary: dict[str, Any]) -> str:
                 counted(m["mixer"], w["validation"], summary["seeds"]),
                 str(w["width"]),
                 f"{w['rate']:g}",
-                ", ".join(f"{r['rate']:g}: {r['validation']['mean']:.2f}" for r in w["tried"]),
+                ", ".join(map(_tried, w["tried"])),
                 told(w["steps"], 0),
                 *(told(t[k]) if k in t else "" for t in w["tests"] for k in kinds),
             ]
@@ -215,6 +224,11 @@ def markdown(summary: dict[str, Any]) -> str:
         lines += ["", f"{task['name']}, trained on [tokens, pairs] of {task['train']}:", ""]
         lines += table(header, rows)
     return "\n".join(lines) + "\n"
+
+
+def _tried(rate: dict[str, Any]) -> str:
+    text, guesses = f"{rate['rate']:g}: {rate['validation']['mean']:.2f}", rate["guesses"]
+    return f"{text} ({guesses} of {len(rate['validation']['values'])} at chance)" if guesses else text
 
 
 def _kind(name: str) -> str:
